@@ -1,0 +1,1 @@
+"""From cached samples to packed batches: alignment, packing, loading."""

@@ -1,0 +1,1 @@
+"""What heads and engines are built from where transformers has no layer for it."""

