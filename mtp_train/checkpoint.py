@@ -1,0 +1,59 @@
+"""A head on disk: ``head.safetensors`` (float32 weights) and ``head.json`` (what rebuilds and identifies it)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtp_train.runtime import atomic_path, atomic_write_json, read_json, sha256_file
+
+FORMAT_VERSION = 1
+WEIGHTS = "head.safetensors"
+CONFIG = "head.json"
+_REQUIRED = ("format_version", "head", "method", "hidden_state", "settings", "target", "weights_sha256")
+
+
+def save_head(path: Path, tensors: Mapping[str, torch.Tensor], *, config: Mapping[str, Any], target: Mapping[str, Any], made_by: Mapping[str, Any]) -> None:
+    """Write a head into the folder ``path``: weights first, ``head.json`` with their sha256 last (= complete).
+
+    ``config`` is ``Head.draft_config()``; ``target`` the identity of the target that it was trained on (name,
+    fingerprint, tokenizer, the model config); ``made_by`` provenance and training settings.
+    """
+    from safetensors.torch import save_file
+
+    path.mkdir(parents=True, exist_ok=True)
+    with atomic_path(path / WEIGHTS) as temporary:
+        save_file({name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}, temporary)
+    document = {"format_version": FORMAT_VERSION, **config, "target": dict(target), "made_by": dict(made_by)}
+    atomic_write_json(path / CONFIG, {**document, "weights_sha256": sha256_file(path / WEIGHTS)})
+
+
+def read_head_config(path: Path) -> dict[str, Any]:
+    """Read and check ``head.json``.
+
+    Errors: ValueError where the folder holds no head, a field is missing, or the format is of another version.
+    """
+    if not (path / CONFIG).is_file():
+        raise ValueError(f"{path}: expected a head ({CONFIG} and {WEIGHTS}), found no {CONFIG}; run train first, or point checkpoint= at a head's folder")
+    document = read_json(path / CONFIG)
+    missing = [name for name in _REQUIRED if name not in document]
+    if missing:
+        raise ValueError(f"{path / CONFIG}: expected the fields {_REQUIRED}, found none named {missing}; the head was not written by mtp-train")
+    if document["format_version"] != FORMAT_VERSION:
+        raise ValueError(f"{path / CONFIG}: expected format_version {FORMAT_VERSION}, found {document['format_version']}; retrain or convert the head")
+    if document["hidden_state"] not in ("post_norm", "pre_norm"):
+        raise ValueError(f"{path / CONFIG}: expected hidden_state post_norm or pre_norm, found {document['hidden_state']!r}")
+    return dict(document)
+
+
+def read_head_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Read a head's weights, checked against the sha256 that ``head.json`` states."""
+    from safetensors.torch import load_file
+
+    expected, found = read_head_config(path)["weights_sha256"], sha256_file(path / WEIGHTS)
+    if expected != found:
+        raise ValueError(f"{path / WEIGHTS}: expected sha256 {expected}, found {found}; the file is damaged or of another head: copy it again")
+    return load_file(path / WEIGHTS)

@@ -1,0 +1,1 @@
+"""Inference backends: what generates, prefills and speculates, one file per engine."""

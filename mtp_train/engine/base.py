@@ -1,0 +1,126 @@
+"""The contract of an inference engine: generate answers, prefill hidden states, decode speculatively."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from mtp_train.records import Acceptance, FinishReason, Response, Sample
+
+DraftSampling = Literal["greedy", "probabilistic"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. ``temperature`` 0 is greedy. ``seed`` makes each request's draws its own and repeatable."""
+
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"sampling.temperature: expected 0 (greedy) or more, found {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"sampling.top_p: expected a share in (0, 1], found {self.top_p}")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"sampling.max_new_tokens: expected at least 1, found {self.max_new_tokens}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """Token ids to be continued; ``request_id`` comes back with the answer."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """The new tokens of one request, the end-of-turn token included where one was written."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillSettings:
+    """What ``prefill`` keeps: ``target_layer_ids`` taps (DESIGN.md, Words), ``top_k`` teacher candidates (None: no teacher)."""
+
+    target_layer_ids: tuple[int, ...]
+    top_k: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculateRequest:
+    """One prompt to decode speculatively."""
+
+    prompt_id: str
+    category: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculateSettings:
+    """How to draft and verify. ``refresh``: after verification the head runs again over the accepted tokens with the
+    target's hidden states (what engines do); False keeps the entries built from its own guesses, to measure the worth.
+    ``ignore_eos`` decodes ``max_new_tokens`` whatever comes."""
+
+    num_speculative_tokens: int
+    draft_sampling: DraftSampling
+    sampling: Sampling
+    batch_size: int
+    refresh: bool
+    ignore_eos: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """Plain decoding of the same requests by the same engine: what speculation must equal and beat."""
+
+    token_ids: dict[str, tuple[int, ...]]
+    wall_s: float
+
+
+class Engine(ABC):
+    """An inference backend over one target. What it cannot do raises NotImplementedError and names who can."""
+
+    word: ClassVar[str]  # its name in conf/engine and on the command line
+
+    @property
+    @abstractmethod
+    def version(self) -> str:
+        """The library that computes, and its version: ``transformers 5.19.0``, ``vllm 0.32.0``."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> str:
+        """What it computes in: ``float32``, ``bfloat16``."""
+
+    @abstractmethod
+    def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> Iterator[Generated]:
+        """Continue every request until its end-of-turn token or the limit; yields each as it is finished, in any order.
+
+        With a seed, a request's answer does not depend on which others were in its batch beyond rounding.
+        """
+
+    @abstractmethod
+    def prefill(self, responses: Iterable[Response], settings: PrefillSettings) -> Iterator[Sample]:
+        """Run the target over whole responses and yield each one's hidden states (post-norm) and teacher, in order."""
+
+    @abstractmethod
+    def speculate(self, requests: Sequence[SpeculateRequest], draft: Path, settings: SpeculateSettings) -> Acceptance:
+        """Decode with drafts and count what is accepted. ``draft``: a checkpoint for ``hf``, a served folder for the rest."""
+
+    @abstractmethod
+    def baseline(self, requests: Sequence[SpeculateRequest], settings: SpeculateSettings) -> Baseline:
+        """Decode the same requests without drafts, by the same settings."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What a report must say of it: library, version, device, dtype, attention, flags."""

@@ -1,0 +1,1 @@
+"""Draft heads: one architecture per file, named as its yaml in conf/head."""

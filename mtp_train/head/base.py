@@ -1,0 +1,68 @@
+"""The contract of a draft head: unroll for training, draft for inference, one computation behind both."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from mtp_train.nn.attention import AttentionContext
+from mtp_train.records import Batch, DraftStep
+from mtp_train.target.weights import SharedWeights
+
+
+class Drafted(NamedTuple):
+    """What one call of ``draft`` gives for its T rows: ``hidden_TD`` is what ``project`` reads, ``feedback_TD`` what
+    the next depth reads in place of the target's hidden state."""
+
+    hidden_TD: torch.Tensor
+    feedback_TD: torch.Tensor
+
+
+class Head(nn.Module, ABC):
+    """A draft head over a frozen target.
+
+    Embedding and lm_head are the target's own (``shared``): frozen, not parameters of the head, not saved with it.
+    """
+
+    word: ClassVar[str]  # its name in conf/head, on the command line and in head.json
+    method: ClassVar[str]  # the engines' word for how it drafts: mtp, eagle, eagle3, medusa, draft_model
+
+    def __init__(self, *, shared: SharedWeights) -> None:
+        super().__init__()
+        self._shared = shared
+
+    @property
+    def shared(self) -> SharedWeights:
+        return self._shared
+
+    def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """The target's embedding of tokens, (T, D), without a gradient."""
+        return functional.embedding(token_ids_T, self._shared.embedding_VD)
+
+    def project(self, hidden_MD: torch.Tensor) -> torch.Tensor:
+        """The target's lm_head over rows of what the head speaks, (M, V)."""
+        return functional.linear(hidden_MD, self._shared.lm_head_VD.to(hidden_MD.dtype))
+
+    @abstractmethod
+    def unroll(self, batch: Batch) -> Iterator[DraftStep]:
+        """Training: all positions of a packed batch, depth after depth, for as many as the caller takes.
+
+        Equal to ``draft`` called incrementally from every base (a test of each head says so).
+        """
+
+    @abstractmethod
+    def draft(self, *, token_ids_T: torch.Tensor, hidden_TD: torch.Tensor, position_T: torch.Tensor, context: AttentionContext) -> Drafted:
+        """Inference: rows (h_i, x_{i+1}) at rotary position i of one or more sequences, over their KV cache."""
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """The constructor's own arguments as plain JSON, target and shared weights left out."""
+
+    def draft_config(self) -> dict[str, Any]:
+        """All that an engine or exporter needs to rebuild the graph: what ``head.json`` says of the architecture."""
+        return {"head": self.word, "method": self.method, "hidden_state": "post_norm", "settings": self.settings()}

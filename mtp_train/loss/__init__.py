@@ -1,0 +1,1 @@
+"""What a head is trained on: one loss per file, named as its yaml in conf/loss."""
