@@ -1,0 +1,163 @@
+"""The only bridge to Hydra: turns a function into a command line, a config node into an object, a word into its node."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtp_train.runtime import atomic_write_json, is_main, log, provenance
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+_WORD = re.compile(r"[a-z0-9_]+")
+
+_HELP = """{purpose}
+
+usage:
+  python -m mtp_train.{name} [group=choice ...] [key=value ...]
+  torchrun --nproc-per-node N -m mtp_train.{name} ...      the same on N processes
+
+groups (choose with group=choice; `--help group=choice` shows its settings; change them with group.key=value):
+{groups}
+
+settings ({primary}):
+
+{settings}
+also: --cfg job prints all settings as they would be used and runs nothing; --info config says where each comes from;
+--multirun sweeps. MTP_TRAIN_TRACEBACK=1 shows where an error was found."""
+
+
+def conf_dir() -> Path:
+    """The folder of yaml files: inside the installed package, or beside it in a checkout.
+
+    Errors: ValueError where neither is there (a broken installation).
+    """
+    package = Path(__file__).resolve().parent
+    for candidate in (package / "conf", package.parent / "conf"):
+        if (candidate / "head").is_dir():
+            return candidate
+    raise ValueError(f"settings: expected the folder conf in {package} or beside it, found none; reinstall mtp-train")
+
+
+def stage(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
+    """Make ``main(cfg)`` the command ``python -m mtp_train.<name>``, with its settings from ``conf/<name>.yaml``.
+
+    A ValueError (the user's to mend) ends as one message on stderr and exit status 2; an interrupt as status 130. Anything
+    else is our fault and shows its traceback.
+    """
+
+    def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
+        @functools.wraps(main)
+        def command() -> None:
+            if {"--help", "-h"} & set(sys.argv[1:]):
+                print(_help(name, purpose=(sys.modules[main.__module__].__doc__ or "").strip(), words=sys.argv[1:]))
+                return
+            import hydra
+
+            def job(cfg: DictConfig) -> None:
+                try:
+                    main(cfg)
+                except ValueError as error:
+                    if os.environ.get("MTP_TRAIN_TRACEBACK"):
+                        raise
+                    print(f"\nmtp-train {name}: {error}", file=sys.stderr, flush=True)
+                    sys.exit(2)
+                except KeyboardInterrupt:
+                    print(f"\nmtp-train {name}: interrupted; the same command continues", file=sys.stderr, flush=True)
+                    sys.exit(130)
+
+            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=name)(job)()
+
+        return command
+
+    return decorate
+
+
+def _help(name: str, *, purpose: str, words: list[str]) -> str:
+    """The stage's help: its purpose, its groups, and its yaml as it stands, since the comments there explain each key."""
+    conf = conf_dir()
+    text = (conf / f"{name}.yaml").read_text(encoding="utf-8")
+    groups = [
+        group for group in sorted(p.name for p in conf.iterdir() if p.is_dir()) if re.search(rf"^ *- (override )?/?{group}: ", text, re.M)
+    ]
+    choices = {group: sorted(p.stem for p in (conf / group).glob("*.yaml")) for group in groups}
+    shown = [(f"{name}.yaml", text)]
+    for word in words:
+        group, _, choice = word.partition("=")
+        if choice in choices.get(group, ()):
+            shown.append((f"{group}/{choice}.yaml", (conf / group / f"{choice}.yaml").read_text(encoding="utf-8")))
+    body = "\n".join(f"# --- {title}\n{content}" for title, content in shown)
+    listed = "\n".join(f"  {group}: {', '.join(found)}" for group, found in choices.items()) or "  none"
+    return _HELP.format(purpose=purpose, name=name, groups=listed, primary=f"{name}.yaml", settings=body)
+
+
+def plain(node: Any) -> Any:
+    """A config node as plain dicts, lists and numbers, interpolations resolved."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(node, resolve=True, throw_on_missing=True) if OmegaConf.is_config(node) else node
+
+
+def build(node: Any, **extra: Any) -> Any:
+    """Call what ``node._target_`` names with the node's keys and ``extra``; only classes of this package.
+
+    Errors: ValueError where the node names no target, or one outside mtp_train.
+    """
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    settings = plain(node)
+    target = settings.get("_target_") if isinstance(settings, dict) else None
+    if not isinstance(target, str) or not target.startswith("mtp_train."):
+        raise ValueError(f"settings: expected a node whose _target_ is in mtp_train, found {target!r}")
+    try:
+        return instantiate(settings, _convert_="all", **extra)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, ValueError):
+            raise error.__cause__ from None
+        raise
+
+
+def load_word(group: str, word: str) -> dict[str, Any]:
+    """The node that a word on disk stands for: ``conf/<group>/<word>.yaml``.
+
+    Errors: ValueError where the word is no plain word or has no yaml; it lists those that exist.
+    """
+    from omegaconf import OmegaConf
+
+    path = conf_dir() / group / f"{word}.yaml"
+    if not _WORD.fullmatch(word) or not path.is_file():
+        known = sorted(p.stem for p in (conf_dir() / group).glob("*.yaml"))
+        raise ValueError(f"{group}: expected one of {known}, found {word!r}")
+    node = plain(OmegaConf.load(path))
+    assert isinstance(node, dict), path
+    return node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One stage's run: where it writes, what it was told, what machine and code it is."""
+
+    out: Path
+    settings: dict[str, Any]
+    provenance: dict[str, Any]
+
+
+def start(cfg: DictConfig, *, stage_name: str) -> Run:
+    """Open the stage's output folder (``cfg.out``) and write ``settings.<stage>.json`` into it."""
+    out = Path(cfg.out)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out: expected a folder, found a file at {out}; choose another run= or out=")
+    run = Run(out=out, settings=plain(cfg), provenance=provenance())
+    if is_main():
+        out.mkdir(parents=True, exist_ok=True)
+        atomic_write_json(out / f"settings.{stage_name}.json", {"settings": run.settings, "provenance": run.provenance})
+    log(f"{stage_name}: writing to {out}")
+    return run
