@@ -33,10 +33,14 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """Token ids to be continued; ``request_id`` comes back with the answer."""
+    """Token ids to be continued; ``request_id`` comes back with the answer.
+
+    ``max_new_tokens`` is this request's own limit, beside the sampling's: the smaller one holds.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
+    max_new_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,148 @@
+"""Lets an engine answer whole conversations, turn by turn, and keeps exactly the tokens it read and wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mtp_train.engine.base import Engine, Generated, GenerateRequest, Sampling
+from mtp_train.prompt.skips import Skip, SkipCounts
+from mtp_train.prompt.template import ChatTemplate, TemplateRefusal
+from mtp_train.records import FinishReason, Prompt, Response
+
+Message = Mapping[str, Any]
+
+
+def split_turns(messages: Sequence[Message]) -> list[list[Message]]:
+    """Cut a conversation where the target is to speak.
+
+    Where the data set has answers of its own, the target speaks in their place (they are dropped; an assistant message
+    that calls tools is kept, since what follows it depends on it). Where it has none, every user message is a turn, as
+    in MT-Bench's question files. Each piece is what comes before one answer; a system message opens the first one.
+    """
+    replaced = [message["role"] == "assistant" and not message.get("tool_calls") for message in messages]
+    pieces: list[list[Message]] = [[]]
+    for message, dropped in zip(messages, replaced, strict=True):
+        if dropped:
+            if pieces[-1]:
+                pieces.append([])
+            continue
+        if not any(replaced) and message["role"] == "user" and any(m["role"] == "user" for m in pieces[-1]):
+            pieces.append([])
+        pieces[-1].append(message)
+    return [piece for piece in pieces if piece]
+
+
+def answer_id(prompt_id: str, number: int) -> str:
+    """The id of a prompt's answer: the prompt's own for the first, ``<id>#<n>`` for further ones."""
+    return prompt_id if number == 0 else f"{prompt_id}#{number}"
+
+
+@dataclass(kw_only=True)
+class _Conversation:
+    """One answer in the making."""
+
+    prompt: Prompt
+    response_id: str
+    pieces: list[list[Message]]
+    messages: list[Message] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    num_answered: int = 0
+
+    def ask(self, template: ChatTemplate) -> tuple[int, ...]:
+        """Append the next piece and return the prompt's ids. TemplateRefusal where the template does not take it."""
+        self.messages += self.pieces[self.num_answered]
+        if self.num_answered == 0:
+            prompt_ids = template.encode_prompt(self.messages)
+        else:
+            prompt_ids = template.encode_next_prompt(self.token_ids, self.messages)
+        self.loss_mask += [False] * (len(prompt_ids) - len(self.token_ids))
+        self.token_ids = list(prompt_ids)
+        return prompt_ids
+
+    def hear(self, generated: Generated, template: ChatTemplate) -> None:
+        """Append what the target wrote."""
+        self.messages.append({"role": "assistant", "content": template.decode_answer(generated.token_ids)})
+        self.token_ids += generated.token_ids
+        self.loss_mask += [True] * len(generated.token_ids)
+        self.num_answered += 1
+
+    def response(self, finish_reason: FinishReason) -> Response:
+        return Response(
+            prompt_id=self.response_id,
+            token_ids=tuple(self.token_ids),
+            loss_mask=tuple(self.loss_mask),
+            messages=tuple(dict(message) for message in self.messages),
+            finish_reason=finish_reason,
+            category=self.prompt.category,
+            source=self.prompt.source,
+        )
+
+
+def answer(
+    engine: Engine,
+    template: ChatTemplate,
+    prompts: Sequence[Prompt],
+    *,
+    sampling: Sampling,
+    num_answers: int,
+    max_length_tokens: int,
+    done: Collection[str],
+    counts: SkipCounts,
+) -> Iterator[Response]:
+    """Answer every prompt ``num_answers`` times; yields each conversation as it is finished, skipping ids in ``done``.
+
+    A prompt that the template refuses, or that leaves no room for an answer within ``max_length_tokens``, is skipped and
+    counted. Of a conversation that ends early (an answer cut by a limit, a next turn that doesn't fit or nest) what was
+    answered so far is kept and noted. The first answer is drawn with ``sampling.seed``, answer n with seed + n.
+    """
+    for number in range(num_answers):
+        waiting: list[_Conversation] = []
+        for prompt in prompts:
+            response_id = answer_id(prompt.prompt_id, number)
+            pieces = split_turns(prompt.messages)
+            if response_id in done:
+                continue
+            if not any(message["role"] == "user" for piece in pieces for message in piece):
+                counts.skip(Skip(reason="no_user_turn", why="expected a user message to answer, found none"), row=response_id)
+                continue
+            waiting.append(_Conversation(prompt=prompt, response_id=response_id, pieces=pieces))
+        seeded = replace(sampling, seed=sampling.seed + number)
+        while waiting:
+            yield from _one_turn(engine, template, waiting, sampling=seeded, max_length_tokens=max_length_tokens, counts=counts)
+            waiting = [c for c in waiting if 0 < c.num_answered < len(c.pieces) and c.token_ids[-1] in template.stop_ids]
+
+
+def _one_turn(
+    engine: Engine, template: ChatTemplate, waiting: list[_Conversation], *, sampling: Sampling, max_length_tokens: int, counts: SkipCounts
+) -> Iterator[Response]:
+    """Ask every waiting conversation's next turn; yield those that are over. A conversation that cannot go on leaves the list."""
+    asked: dict[str, _Conversation] = {}
+    requests: list[GenerateRequest] = []
+    for conversation in list(waiting):
+        before, mask_before, messages_before = conversation.token_ids, list(conversation.loss_mask), list(conversation.messages)
+        try:
+            ids = conversation.ask(template)
+            if len(ids) + 1 > max_length_tokens:
+                raise TemplateRefusal("prompt_too_long", f"{len(ids)} tokens leave no room for an answer within {max_length_tokens}")
+        except TemplateRefusal as refusal:
+            waiting.remove(conversation)
+            if conversation.num_answered == 0:
+                counts.skip(refusal.skip, row=conversation.response_id)
+                continue
+            counts.note(Skip(reason="conversation_cut", why=refusal.skip.why), row=conversation.response_id)
+            conversation.token_ids, conversation.loss_mask, conversation.messages = before, mask_before, messages_before
+            yield conversation.response("stop")
+            continue
+        asked[conversation.response_id] = conversation
+        requests.append(GenerateRequest(request_id=conversation.response_id, token_ids=ids, max_new_tokens=max_length_tokens - len(ids)))
+    for generated in engine.generate(requests, sampling):
+        conversation = asked[generated.request_id]
+        conversation.hear(generated, template)
+        last = conversation.num_answered == len(conversation.pieces)
+        if last or generated.finish_reason == "length":
+            if not last:
+                counts.note(Skip(reason="conversation_cut", why="an answer was cut by a limit"), row=conversation.response_id)
+            yield conversation.response(generated.finish_reason)
