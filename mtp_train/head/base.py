@@ -45,8 +45,15 @@ class Head(nn.Module, ABC):
         return functional.embedding(token_ids_T, self._shared.embedding_VD)
 
     def project(self, hidden_MD: torch.Tensor) -> torch.Tensor:
-        """The target's lm_head over rows of what the head speaks, (M, V)."""
-        return functional.linear(hidden_MD, self._shared.lm_head_VD.to(hidden_MD.dtype))
+        """The target's lm_head over rows of what the head speaks, (M, V).
+
+        Under autocast the product is autocast's own: widening a bfloat16 lm_head to float32 rows first would copy V x D
+        numbers on every call, only for autocast to narrow them again.
+        """
+        lm_head_VD = self._shared.lm_head_VD
+        if not torch.is_autocast_enabled(hidden_MD.device.type):
+            lm_head_VD = lm_head_VD.to(hidden_MD.dtype)
+        return functional.linear(hidden_MD, lm_head_VD)
 
     @abstractmethod
     def unroll(self, batch: Batch) -> Iterator[DraftStep]:

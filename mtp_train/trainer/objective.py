@@ -1,0 +1,172 @@
+"""What is minimised: a weighted sum of losses over depths, projected to the vocabulary in chunks that are never kept."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from mtp_train.head.base import Head
+from mtp_train.loss.base import Loss, LossChunk, TopTeacher
+from mtp_train.loss.total_variation import overlap
+from mtp_train.records import DraftStep
+from mtp_train.trainer.rows import Pack
+
+# Columns of the sums beside one per loss: rows, rows whose top token is the teacher's, sum of min(p, q).
+EXTRA_COLUMNS = ("rows", "agree", "overlap")
+
+
+class Term(NamedTuple):
+    """One summand of the objective."""
+
+    weight: float
+    loss: Loss
+
+
+class Result(NamedTuple):
+    """``loss``: the differentiable scalar. ``sums_KX`` (float64, detached): per depth the sum over counted rows of each
+    loss in order, then ``EXTRA_COLUMNS``; a column that was not measured is NaN."""
+
+    loss: torch.Tensor
+    sums_KX: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """Sum over depths k of decay ** k / N_k, over counted rows and losses, of weight * value.
+
+    N_k is the number of rows that count at depth k in the whole step, over all ranks and packs (``scale_K`` holds its
+    reciprocal), so that how a step is cut into packs and ranks changes nothing. ``chunk_rows`` bounds what is projected
+    to the vocabulary at once.
+    """
+
+    terms: Mapping[str, Term]
+    draft_steps: int
+    decay: float
+    chunk_rows: int
+
+    def __post_init__(self) -> None:
+        if not self.terms:
+            raise ValueError("losses: expected at least one with a weight above 0, found none")
+        for word, term in self.terms.items():
+            if not term.weight > 0:
+                raise ValueError(f"losses.{word}: expected a weight above 0, found {term.weight}")
+        if self.draft_steps < 1 or self.chunk_rows < 1:
+            raise ValueError(f"draft_steps and chunk_rows: expected at least 1, found {self.draft_steps} and {self.chunk_rows}")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"depth_decay: expected above 0 and at most 1, found {self.decay}")
+
+    def needs(self, need: str) -> bool:
+        """True where some loss needs it (``loss.base.Need``)."""
+        return any(need in term.loss.needs for term in self.terms.values())
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns of ``Result.sums_KX``."""
+        return (*self.terms, *EXTRA_COLUMNS)
+
+    def __call__(self, head: Head, pack: Pack, scale_K: torch.Tensor, *, measure: bool) -> Result:
+        """Unroll the head over a pack. ``scale_K`` (float32, on the device) is 1 / N_k, times whatever undoes the
+        averaging over ranks. ``measure`` also computes agreement and overlap with the exact teacher, for validation."""
+        losses, sums = [], []
+        for depth, step in enumerate(itertools.islice(head.unroll(pack.batch), self.draft_steps)):
+            assert step.ahead == depth + 2, (step.ahead, depth)
+            rows = _DepthRows(self, head, pack, depth, step, measure=measure)
+            total, depth_sums = _ChunkedSum.apply(rows, step.hidden_TD)
+            losses.append(total * (scale_K[depth] * self.decay**depth))
+            sums.append(depth_sums)
+        return Result(torch.stack(losses).sum(), torch.stack(sums))
+
+
+class _DepthRows:
+    """The counted rows of one depth, chunk by chunk."""
+
+    def __init__(self, objective: Objective, head: Head, pack: Pack, depth: int, step: DraftStep, *, measure: bool) -> None:
+        self.objective, self.pack, self.depth, self.measure = objective, pack, depth, measure
+        self.rows, self.project = pack.rows[depth], step.project
+        self.project_teacher: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: _target_logits(head, hidden)
+
+    def chunk(self, hidden_RD: torch.Tensor, where: slice) -> LossChunk:
+        batch = self.pack.batch
+        top = None
+        if self.pack.top_M:
+            assert batch.teacher is not None
+            top_R = self.pack.top_M[self.depth][where]
+            top = TopTeacher(
+                ids_RC=batch.teacher.ids_MC[top_R],
+                log_probs_RC=batch.teacher.log_probs_MC[top_R].float(),
+                log_sum_exp_R=batch.teacher.log_sum_exp_M[top_R].float(),
+            )
+        return LossChunk(
+            hidden_RD=hidden_RD,
+            teacher_hidden_RD=batch.hidden_TD[self.rows.teacher_M[where]],
+            label_R=batch.token_ids_T[self.rows.label_M[where]],
+            top=top,
+            project=self.project,
+            project_teacher=self.project_teacher,
+        )
+
+    def columns(self, chunk: LossChunk, values: list[torch.Tensor]) -> torch.Tensor:
+        """This chunk's sums, float64 (X,); reading them costs no projection that the losses did not make."""
+        unknown = torch.full((), float("nan"), dtype=torch.float64, device=chunk.label_R.device)
+        objective, exact = self.objective, self.objective.needs("exact_teacher")
+        agree = overlapping = unknown
+        if self.measure or (objective.needs("logits") and (exact or chunk.top is not None)):
+            agree = (chunk.top_R == chunk.teacher_top_R).sum().double()
+        if self.measure:
+            overlapping = overlap(chunk).sum().double()
+        count = torch.full_like(unknown, chunk.label_R.shape[0])
+        return torch.stack([*(value.detach().sum().double() for value in values), count, agree, overlapping])
+
+
+class _ChunkedSum(torch.autograd.Function):
+    """The weighted sum over one depth's rows; the gradient to the hidden states is formed in the forward, chunk by chunk.
+
+    The lm_head is frozen, so the hidden states' gradient is all that a chunk's logits are for: they are dropped with the
+    chunk, and the backward only scales what is stored. A pack without rows gives 0 and a gradient of zeros, so that every
+    rank takes part in every reduction.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: _DepthRows, hidden_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        objective = rows.objective
+        base_M = rows.rows.base_M
+        wants_gradient = ctx.needs_input_grad[1]
+        total = torch.zeros((), dtype=torch.promote_types(hidden_TD.dtype, torch.float32), device=hidden_TD.device)
+        sums_X = torch.zeros(len(objective.columns), dtype=torch.float64, device=hidden_TD.device)
+        grad_TD = torch.zeros_like(hidden_TD) if wants_gradient else None
+        for first in range(0, base_M.shape[0], objective.chunk_rows):
+            where = slice(first, first + objective.chunk_rows)
+            leaf_RD = hidden_TD[base_M[where]].detach().requires_grad_(wants_gradient)
+            with torch.set_grad_enabled(wants_gradient):
+                chunk = rows.chunk(leaf_RD, where)
+                values = [term.loss(chunk) for term in objective.terms.values()]
+                weighted = torch.stack(
+                    [term.weight * value.sum() for term, value in zip(objective.terms.values(), values, strict=True)]
+                ).sum()
+            if grad_TD is not None:
+                with torch.autocast(hidden_TD.device.type, enabled=False):
+                    (grad_RD,) = torch.autograd.grad(weighted, leaf_RD)
+                grad_TD[base_M[where]] = grad_RD
+            total += weighted.detach()
+            with torch.no_grad():
+                sums_X += rows.columns(chunk, values)
+        if grad_TD is not None:
+            ctx.save_for_backward(grad_TD)
+        ctx.mark_non_differentiable(sums_X)
+        return total, sums_X
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[None, torch.Tensor]:  # type: ignore[override]
+        (grad_TD,) = ctx.saved_tensors
+        return None, grad_TD * grad
+
+
+def _target_logits(head: Head, hidden_RD: torch.Tensor) -> torch.Tensor:
+    """The target's own logits of its hidden states: its lm_head, whatever the head under training projects with."""
+    lm_head_VD = head.shared.lm_head_VD
+    return functional.linear(hidden_RD.to(lm_head_VD.dtype), lm_head_VD)

@@ -1,0 +1,57 @@
+"""Which rows of a pack count at each depth, worked out once before the pack goes to the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mtp_train.batch.shift import LossRows, loss_rows
+from mtp_train.records import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack:
+    """A batch with its loss rows per depth. ``top_M`` numbers the rows of ``batch.teacher`` that teach them, one tensor
+    per depth; it is empty (no depths) where the cache has no top-k."""
+
+    batch: Batch
+    rows: tuple[LossRows, ...]
+    top_M: tuple[torch.Tensor, ...]
+
+    @property
+    def counts_K(self) -> torch.Tensor:
+        """How many rows count at each depth, int64 (depths,), on the CPU."""
+        return torch.tensor([rows.base_M.shape[0] for rows in self.rows])
+
+    def to(self, device: torch.device) -> Pack:
+        """The same pack on another device."""
+        return Pack(
+            batch=self.batch.to(device),
+            rows=tuple(LossRows(*(column.to(device, non_blocking=True) for column in rows)) for rows in self.rows),
+            top_M=tuple(column.to(device, non_blocking=True) for column in self.top_M),
+        )
+
+
+def align(batch: Batch, *, draft_steps: int, need_top: bool) -> Pack:
+    """Find the rows that count at depths 0 .. draft_steps - 1; on the CPU, since counting rows waits for a GPU.
+
+    Errors: ValueError where the cached top-k is needed and missing, or does not cover a row that counts.
+    """
+    rows = tuple(loss_rows(batch, ahead=depth + 2) for depth in range(draft_steps))
+    if batch.teacher is None and not need_top:
+        return Pack(batch=batch, rows=rows, top_M=())
+    if batch.teacher is None:
+        raise ValueError(
+            "losses: expected a cache with the teacher's most probable tokens, found none in this one; "
+            "set precompute's top_k (64, say) and precompute again, or choose a loss with the exact teacher"
+        )
+    where_T = torch.full((batch.num_tokens,), -1, dtype=torch.int64)
+    where_T[batch.teacher.row_M] = torch.arange(batch.teacher.row_M.shape[0])
+    top_M = tuple(where_T[depth_rows.teacher_M] for depth_rows in rows)
+    missing = sum(int((column < 0).sum()) for column in top_M)
+    if missing:
+        raise ValueError(
+            f"cache: expected the teacher's most probable tokens at every row that counts, found {missing} rows without; precompute again"
+        )
+    return Pack(batch=batch, rows=rows, top_M=top_M)
