@@ -1,0 +1,45 @@
+"""Loads a tokenizer, and hashes that say which tokenizer and template made the token ids, so that a later stage can refuse others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def sha256_text(text: str) -> str:
+    """Hex sha256 of the text's UTF-8 bytes."""
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hex sha256 over what decides token ids: vocabulary, merges, normalisation, splitting, added tokens.
+
+    Padding and truncation are left out: calls change them on the fly, and no id depends on them here. ValueError for a
+    tokenizer without a ``tokenizers`` backend, whose merges cannot be read in one form.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{type(tokenizer).__name__}: expected a tokenizer with a tokenizers (fast) backend, found a slow one; "
+            "convert it (save a tokenizer.json) so that its identity can be stated"
+        )
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    for volatile in ("padding", "truncation"):
+        state.pop(volatile, None)
+    return sha256_text(json.dumps(state, sort_keys=True, ensure_ascii=True))
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder on disk. Runs no code that comes with the model. ValueError where none is there."""
+    from transformers import AutoTokenizer
+
+    if not path.is_dir():
+        raise ValueError(f"{path}: expected a model folder with a tokenizer, found {'a file' if path.exists() else 'nothing there'}")
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: expected a tokenizer (tokenizer.json, tokenizer_config.json), found: {error}") from error
