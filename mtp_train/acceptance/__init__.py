@@ -1,0 +1,1 @@
+"""How much of a draft the target takes: the exact rule, the counts, the estimate without decoding, reports."""

@@ -1,0 +1,1 @@
+"""How drafts are proposed, one scheme per file."""
