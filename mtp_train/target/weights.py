@@ -1,0 +1,72 @@
+"""The target's weights that a head shares: embedding, final norm and lm_head, read without building the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from mtp_train.target.files import read_model_config, read_tensor, tensor_files
+
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+FINAL_NORM = "model.norm.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedWeights:
+    """Frozen weights of the target. Where it ties them, ``lm_head_VD`` is ``embedding_VD`` itself, the same storage."""
+
+    embedding_VD: torch.Tensor
+    lm_head_VD: torch.Tensor
+    final_norm_weight_D: torch.Tensor
+    rms_norm_eps: float
+
+    def __post_init__(self) -> None:
+        if self.embedding_VD.shape != self.lm_head_VD.shape:
+            raise ValueError(
+                f"target weights: expected embedding and lm_head of one shape, found {tuple(self.embedding_VD.shape)} "
+                f"and {tuple(self.lm_head_VD.shape)}; heads need the whole vocabulary on both sides"
+            )
+
+    @property
+    def tied(self) -> bool:
+        return self.lm_head_VD.data_ptr() == self.embedding_VD.data_ptr()
+
+    def to(self, *, device: torch.device | str, dtype: torch.dtype) -> SharedWeights:
+        """The same weights on another device or in another dtype, still tied where they are tied."""
+        embedding = self.embedding_VD.to(device, dtype)
+        return replace(
+            self,
+            embedding_VD=embedding,
+            lm_head_VD=embedding if self.tied else self.lm_head_VD.to(device, dtype),
+            final_norm_weight_D=self.final_norm_weight_D.to(device, dtype),
+        )
+
+
+def read_shared(path: Path) -> SharedWeights:
+    """Read the shared weights from a model folder, memory-mapped, in the dtype they are stored in.
+
+    Errors: ValueError where a tensor is missing, under the names of a Llama-shaped model.
+    """
+    config = read_model_config(path)
+    files = tensor_files(path)
+    embedding = read_tensor(files, EMBEDDING)
+    tied = LM_HEAD not in files if config.get("tie_word_embeddings") is None else bool(config["tie_word_embeddings"])
+    return SharedWeights(
+        embedding_VD=embedding,
+        lm_head_VD=embedding if tied else read_tensor(files, LM_HEAD),
+        final_norm_weight_D=read_tensor(files, FINAL_NORM),
+        rms_norm_eps=float(config["rms_norm_eps"]),
+    )
+
+
+def read_layer(path: Path, layer_index: int) -> dict[str, torch.Tensor]:
+    """One decoder layer's tensors by their names inside the layer (``self_attn.q_proj.weight``)."""
+    files = tensor_files(path)
+    prefix = f"model.layers.{layer_index}."
+    names = [name for name in files if name.startswith(prefix)]
+    if not names:
+        raise ValueError(f"{path}: expected tensors under {prefix}, found none")
+    return {name.removeprefix(prefix): read_tensor(files, name) for name in names}
