@@ -128,20 +128,6 @@ def turns_to_answer(prompt: Prompt) -> tuple[tuple[dict[str, Any], ...], ...]:
     return tuple(group for group in groups if group)
 
 
-def encode_first_turn(prompt: Prompt, template: ChatTemplate, *, max_length: int) -> tuple[int, ...] | Skip:
-    """Token ids of a prompt's first turn with the generation prompt, or why it cannot be answered.
-
-    A prompt needs at least one token of ``max_length`` left for its answer.
-    """
-    try:
-        token_ids = template.encode_prompt(turns_to_answer(prompt)[0])
-    except TemplateRefusal as refusal:
-        return refusal.skip
-    if len(token_ids) >= max_length:
-        return Skip(reason="prompt_too_long", why=f"the prompt has {len(token_ids)} tokens of at most {max_length}: no answer token left")
-    return token_ids
-
-
 def _says_something(message: dict[str, Any]) -> bool:
     return bool(message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content"))
 

@@ -8,50 +8,55 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtp_train.prompt.responses import META, read_responses
+from mtp_train.cache.reader import CacheReader
+from mtp_train.prompt.responses import META, read_meta, read_responses
+from mtp_train.prompt.tokenizer import tokenizer_sha256
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mtp_train.records import Sample, Teacher
+    from mtp_train.records import Teacher
 
 _MAX_TOKEN_CHARS = 28
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """What can be shown of a response or a cached sample. ``guesses`` is {position: (token id, probability)}."""
+    """What can be shown of a response or a cached sample. ``guesses`` is {position: (token id, probability)}.
+
+    ``tokenizer_hash`` is what the folder states, None where it states none.
+    """
 
     sample_id: str
     category: str
     token_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]
     guesses: dict[int, tuple[int, float]] | None
+    tokenizer_hash: str | None
 
 
 def read_shown(directory: Path, *, index: int | None, sample_id: str | None) -> Shown:
     """One sample of a responses folder or a cache, by its number or its id. ValueError where there is none."""
     if (directory / META).exists():
         responses = read_responses(directory, allow_unfinished=True)
-        number = _find([response.prompt_id for response in responses], index, sample_id, directory)
-        found = responses[number]
-        return Shown(sample_id=found.prompt_id, category=found.category, token_ids=found.token_ids, loss_mask=found.loss_mask, guesses=None)
-    from mtp_train.cache.reader import CacheReader
-
-    reader = CacheReader(directory)
-    if sample_id is not None:
-        index = _find([reader[number].sample_id for number in range(len(reader))], None, sample_id, directory)
-    return from_sample(reader[_in_range(index or 0, len(reader), directory)])
-
-
-def from_sample(sample: Sample) -> Shown:
-    """A cached sample, with the teacher's most probable token where the cache keeps a teacher."""
+        found = responses[_find([response.prompt_id for response in responses], index, sample_id, directory)]
+        return Shown(
+            sample_id=found.prompt_id,
+            category=found.category,
+            token_ids=found.token_ids,
+            loss_mask=found.loss_mask,
+            guesses=None,
+            tokenizer_hash=read_meta(directory).get("tokenizer_hash"),
+        )
+    reader = CacheReader(directory, verify="first_read")
+    sample = reader[_find(reader.sample_ids, index, sample_id, directory)]
     return Shown(
         sample_id=sample.sample_id,
         category=sample.category,
         token_ids=tuple(sample.token_ids_T.tolist()),
         loss_mask=tuple(bool(flag) for flag in sample.loss_mask_T.tolist()),
         guesses=None if sample.teacher is None else _top_guesses(sample.teacher),
+        tokenizer_hash=reader.identity.tokenizer_hash,
     )
 
 
@@ -60,7 +65,12 @@ def format_shown(shown: Shown, tokenizer: PreTrainedTokenizerBase, *, begin: int
 
     ``next`` stands in the row of the position whose logits it comes from: it speaks about the token one row below.
     Control characters and anything outside printable characters are escaped, so that a sample cannot steer a terminal.
+    ValueError for another tokenizer than the one the sample was made with.
     """
+    if shown.tokenizer_hash is not None and (found := tokenizer_sha256(tokenizer)) != shown.tokenizer_hash:
+        raise ValueError(
+            f"expected the tokenizer that made the sample (sha256 {shown.tokenizer_hash}), found {found}; name the target's folder"
+        )
     rows = list(_rows(shown, tokenizer, begin, len(shown.token_ids) if end is None else end))
     header = ("pos", "id", "token", "mask") + (("next", "p(next)") if shown.guesses is not None else ())
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
@@ -89,10 +99,9 @@ def _rows(shown: Shown, tokenizer: PreTrainedTokenizerBase, begin: int, end: int
 
 def _token(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
     """One token's text in quotes. A piece of a character decodes to U+FFFD: shown as the vocabulary spells it instead."""
-    text = tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    text = str(tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False))
     if "\ufffd" in text:
-        piece = tokenizer.convert_ids_to_tokens(token_id)
-        return f"<{_escape(str(piece))}>"
+        return f"<{_escape(str(tokenizer.convert_ids_to_tokens(token_id)))}>"
     escaped = _escape(text)
     return f"'{escaped if len(escaped) <= _MAX_TOKEN_CHARS else escaped[: _MAX_TOKEN_CHARS - 3] + '...'}'"
 
@@ -110,14 +119,9 @@ def _top_guesses(teacher: Teacher) -> dict[int, tuple[int, float]]:
 
 
 def _find(ids: Sequence[str], index: int | None, sample_id: str | None, directory: Path) -> int:
-    if sample_id is None:
-        return _in_range(index or 0, len(ids), directory)
-    if sample_id not in ids:
+    if sample_id is not None and sample_id not in ids:
         raise ValueError(f"{directory}: expected a sample {sample_id!r}, found {len(ids)} others, such as {', '.join(ids[:3]) or 'none'}")
-    return ids.index(sample_id)
-
-
-def _in_range(index: int, count: int, directory: Path) -> int:
-    if not 0 <= index < count:
-        raise ValueError(f"{directory}: expected a sample number from 0 to {count - 1}, found {index}")
-    return index
+    number = ids.index(sample_id) if sample_id is not None else index or 0
+    if not 0 <= number < len(ids):
+        raise ValueError(f"{directory}: expected a sample number from 0 to {len(ids) - 1}, found {number}")
+    return number

@@ -49,7 +49,8 @@ def load_prompts(
     """All prompts of one or several sources, in their order, and the counts of what was left out.
 
     ``source``: a file (JSONL, JSON, Parquet, text), a manifest (``.yaml``), a folder that ``datasets`` can load, or a
-    hub id (``owner/name``, with ``revision``). ``format`` forces a shape instead of telling it by each row's columns;
+    hub id (``owner/name``, with ``revision``). A relative path is looked for in the working folder, then where this
+    package keeps its own ``data``. ``format`` forces a shape instead of telling it by each row's columns;
     ``field_map`` is {known column: the data set's own}. What is given here goes before what a manifest says.
     ``on_bad_row``: ``skip`` counts rows that cannot be used and goes on, ``error`` stops at the first with its number.
     ``deduplicate`` keeps the first of conversations that differ in white space or Unicode form only. ``limit`` keeps
@@ -63,7 +64,7 @@ def load_prompts(
     if limit is not None and limit < 1:
         raise ValueError(f"limit: expected at least 1 or null, found {limit}")
     check_field_map(field_map)
-    overrides = {"format": format, "field_map": field_map, "revision": revision, "config": config}
+    overrides: dict[str, Any] = {"format": format, "field_map": field_map, "revision": revision, "config": config}
     overrides |= {"split": split, "data_files": data_files, "category": category}
     sources = [source] if isinstance(source, str | Path) else list(source)
     if not sources:
@@ -90,7 +91,7 @@ def load_prompts(
 
 
 def _resolve(source: str, overrides: dict[str, Any]) -> _Source:
-    path = Path(source).expanduser()
+    path = _find(source)
     if path.suffix in (".yaml", ".yml"):
         manifest = read_manifest(path)
         manifest = Manifest(**{**{name: getattr(manifest, name) for name in Manifest.__dataclass_fields__}, **overrides})
@@ -106,6 +107,13 @@ def _resolve(source: str, overrides: dict[str, Any]) -> _Source:
     if where is None and (looks_local or manifest.source.count("/") != 1):
         raise ValueError(f"{source}: expected a file, a folder or a hub id (owner/name), found nothing at {path.parent / manifest.source}")
     return _Source(manifest=manifest, path=where)
+
+
+def _find(source: str) -> Path:
+    """The path as given, or, where that leads nowhere, under this package's checkout or installation: verbs run in any folder."""
+    path = Path(source).expanduser()
+    package = Path(__file__).resolve().parent.parent
+    return next((place for place in (path, package.parent / path, package / path) if place.exists()), path)
 
 
 def _read_source(source: _Source, counts: SkipCounts, seen: set[bytes] | None, on_bad_row: BadRowPolicy) -> Iterator[Prompt]:
@@ -183,7 +191,9 @@ def _rows(source: _Source) -> Iterator[Row]:
         return
     manifest = source.manifest
     if source.path is None and manifest.revision is None:
-        raise ValueError(f"{manifest.source}: a hub data set needs a revision (a commit), so that it stays the same; found none")
+        raise ValueError(
+            f"{manifest.source}: no file or folder is there, and a hub data set needs a revision (a commit), so that it stays the same; found none"
+        )
     import datasets
 
     try:

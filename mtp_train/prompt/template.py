@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
-_GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _PROBE: tuple[Message, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 
 
@@ -132,7 +132,7 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 chat_template=self.text,
                 tokenize=False,
@@ -141,6 +141,8 @@ class ChatTemplate:
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             raise TemplateRefusal("template_error", f"the template says: {error}") from error
+        assert isinstance(text, str)
+        return text
 
     def tokenise(self, text: str) -> tuple[int, ...]:
         """Token ids of rendered text, special tokens recognised, none added."""
@@ -152,7 +154,9 @@ class ChatTemplate:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens shown."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
 
     def decode_answer(self, token_ids: Sequence[int]) -> str:
         """What the target wrote as message content: text without the token that ended it, other special tokens shown."""
@@ -214,7 +218,7 @@ class ChatTemplate:
             raise TemplateRefusal(refusals[0].reason, refusals[0].why)
         notes = [Skip(reason="turn_not_counted", why=f"{skip.reason}: {skip.why}") for skip in refusals]
         texts = {turn.message_index: self.decode(whole[turn.start : turn.end]) for turn in turns}
-        stops = [self.tokenizer.convert_ids_to_tokens(stop) for stop in sorted(self.stop_ids)] if turns else []
+        stops = [self.decode([stop]) for stop in sorted(self.stop_ids)] if turns else []
         notes += omissions.dropped_thinking(messages, texts) + omissions.cut_answers(messages, texts, stops)
         if turns and turns[-1].message_index == len(messages) - 1:
             whole = whole[: turns[-1].end]
@@ -247,6 +251,7 @@ class ChatTemplate:
             return_assistant_tokens_mask=True,
             **self.template_kwargs,
         )
+        assert not isinstance(encoded, str | list)
         assert tuple(encoded["input_ids"]) == whole, "transformers tokenises a rendered conversation otherwise than its text"
         mask = [0, *encoded["assistant_masks"], 0]
         runs = list(

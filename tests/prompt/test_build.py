@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tokenizers_for_tests as toks
-from mtp_train.prompt.build import build_response, build_responses, encode_first_turn, turns_to_answer
+from mtp_train.prompt.build import build_response, build_responses, turns_to_answer
 from mtp_train.prompt.skips import Skip
 from mtp_train.prompt.template import ChatTemplate
 from mtp_train.records import Prompt, Response
@@ -131,11 +131,3 @@ def test_tool_results_stay_with_the_calls_they_answer():
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     messages = (*prompt("a").messages, call, {"role": "tool", "content": "r"}, {"role": "assistant", "content": "b"})
     assert turns_to_answer(Prompt(prompt_id="p", messages=messages, category="", source="")) == (messages[:3],)
-
-
-def test_encode_first_turn(template):
-    talk = prompt("a", "b", "c")
-    ids = encode_first_turn(talk, template, max_length=99)
-    assert ids == template.encode_prompt(talk.messages[:1])
-    assert encode_first_turn(talk, template, max_length=len(ids)).reason == "prompt_too_long"
-    assert encode_first_turn(talk, template, max_length=len(ids) + 1) == ids

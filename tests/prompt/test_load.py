@@ -280,3 +280,11 @@ def test_unusable_settings_are_refused(tmp_path):
     blank.write_text("\n\n", encoding="utf-8")
     with pytest.raises(ValueError, match="expected rows, found none"):
         load(blank)
+
+
+def test_the_projects_own_data_is_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prompts, counts = load("data/prompts/heldout.jsonl", on_bad_row="error", deduplicate=True)
+    assert len(prompts) == counts.num_rows > 0
+    mine = write(tmp_path, [{"prompt": "q"}])
+    assert said(load(mine.name)[0][0]) == [("user", "q")]

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import tokenizers_for_tests as toks
-from mtp_train.prompt.build import build_response, encode_first_turn
+from mtp_train.prompt.build import build_response, turns_to_answer
 from mtp_train.prompt.load import load_prompts
-from mtp_train.prompt.skips import Skip
-from mtp_train.prompt.template import ChatTemplate
+from mtp_train.prompt.template import ChatTemplate, TemplateRefusal
 
 CASES = Path(__file__).resolve().parents[3] / "shared" / "cases"
 pytestmark = pytest.mark.skipif(not CASES.is_dir(), reason="no shared/cases beside the checkout")
@@ -45,12 +44,12 @@ SKIPPED_BY_LOADER = {
     "role_unknown": ("role_unknown", "critic"),
     "content_is_number": ("content_type", "int"),
 }
-# case -> (reason as a response, usable for regenerate)
+# case -> (reason as a response, no room for an answer either)
 SKIPPED_BY_BUILDER = {
-    "plain_text_document": ("no_assistant_text", True),
-    "prompt_only": ("no_assistant_text", True),
+    "plain_text_document": ("no_assistant_text", False),
+    "prompt_only": ("no_assistant_text", False),
     "tool_calls": ("tools_not_rendered", False),
-    "prompt_longer_than_max_length": ("prompt_too_long", False),
+    "prompt_longer_than_max_length": ("prompt_too_long", True),
 }
 
 
@@ -107,9 +106,13 @@ def test_skipped_by_the_loader(tmp_path, case):
 @pytest.mark.parametrize("case", SKIPPED_BY_BUILDER)
 def test_skipped_by_the_builder(tmp_path, template, case):
     (prompt,), _ = load(tmp_path, case)
-    reason, usable = SKIPPED_BY_BUILDER[case]
+    reason, too_long = SKIPPED_BY_BUILDER[case]
     assert build_response(prompt, template, max_length=MAX_LENGTH, policy="truncate").reason == reason
-    assert isinstance(encode_first_turn(prompt, template, max_length=100_000 if usable else MAX_LENGTH), Skip) is not usable
+    if case == "tool_calls":
+        with pytest.raises(TemplateRefusal, match="tool calls"):
+            template.encode_prompt(turns_to_answer(prompt)[0])
+    else:
+        assert (len(template.encode_prompt(turns_to_answer(prompt)[0])) > MAX_LENGTH) == too_long
 
 
 def test_tool_calls_are_kept_where_rendered(tmp_path):
