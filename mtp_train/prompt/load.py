@@ -120,6 +120,7 @@ def _read_source(source: _Source, counts: SkipCounts, seen: set[bytes] | None, o
     manifest = source.manifest
     if manifest.sha256 is not None and source.path is not None and source.path.is_file():
         check_sha256(source.path, manifest.sha256)
+    counts.sources.append({key: getattr(manifest, key) for key in ("name", "source", "revision", "split", "licence", "sha256")})
     before = counts.num_rows
     used: set[str] = set()
     made = _materialised(source, counts) if manifest.format == LONG_RECIPE else _shaped(source, counts, on_bad_row, used)
@@ -145,7 +146,8 @@ def _materialised(source: _Source, counts: SkipCounts) -> Iterator[tuple[int, Pr
         raise ValueError(
             f"{source.manifest.name}: format {LONG_RECIPE} expects source (the recipe's path) and split, found {source.manifest}"
         )
-    prompts, _ = materialise(source.path, source.manifest.split)
+    prompts, provenance = materialise(source.path, source.manifest.split)
+    counts.sources[-1]["made_from"] = provenance
     for number, prompt in enumerate(prompts, start=1):
         counts.num_rows += 1
         yield number, prompt

@@ -42,13 +42,15 @@ class SkipCounts:
     """What became of every row: ``num_rows`` read, ``num_kept`` kept, the rest ``skipped`` by reason.
 
     ``notes`` counts what was changed or left out inside rows that were kept (a leading answer dropped, a thinking block
-    that the template doesn't render). Rows are numbered from 1, as an editor numbers lines.
+    that the template doesn't render). Rows are numbered from 1, as an editor numbers lines. ``sources`` says where the
+    rows came from: name, source, revision, licence, and what a source made at run time states of itself.
     """
 
     num_rows: int = 0
     num_kept: int = 0
     skipped: dict[str, Tally] = field(default_factory=dict)
     notes: dict[str, Tally] = field(default_factory=dict)
+    sources: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def num_skipped(self) -> int:
@@ -62,19 +64,10 @@ class SkipCounts:
         """Count a change to a row that is kept."""
         _count(self.notes, note, row)
 
-    def extend(self, other: SkipCounts) -> None:
-        """Add another source's counts to these."""
-        self.num_rows += other.num_rows
-        self.num_kept += other.num_kept
-        for mine, theirs in ((self.skipped, other.skipped), (self.notes, other.notes)):
-            for reason, tally in theirs.items():
-                into = mine.setdefault(reason, Tally())
-                into.count += tally.count
-                into.examples = (into.examples + tally.examples)[:NUM_EXAMPLES]
-
     def as_dict(self) -> dict[str, Any]:
         """The counts as they stand in ``skips.json``."""
         return {
+            "sources": self.sources,
             "num_rows": self.num_rows,
             "num_kept": self.num_kept,
             "num_skipped": self.num_skipped,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mtp_train.prompt import omissions
-from mtp_train.prompt.tokenizer import sha256_text, tokenizer_sha256
 from mtp_train.prompt.skips import Skip
+from mtp_train.prompt.tokenizer import sha256_text, tokenizer_sha256
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tokenizers_for_tests as toks
+
 from mtp_train.prompt.build import build_response, build_responses, turns_to_answer
 from mtp_train.prompt.skips import Skip
 from mtp_train.prompt.template import ChatTemplate

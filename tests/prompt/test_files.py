@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from mtp_train.prompt.files import read_file
 
 ROWS = [{"text": "a"}, {"text": "b\u2028c"}, {"text": "é"}]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers_for_tests as toks
+
 from mtp_train.cache.format import FORMAT_VERSION, CacheIdentity
 from mtp_train.cache.plan import PlannedSample
 from mtp_train.cache.writer import CacheWriter

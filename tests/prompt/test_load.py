@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 
 import pytest
+
 from mtp_train.prompt.load import load_prompts
+from mtp_train.prompt.long_documents import materialise
 
 TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
@@ -210,6 +213,14 @@ def test_manifest_is_read_and_checked(tmp_path):
         ("named/row-1", "math", "named"),
         ("named/row-2", "math", "named"),
     ]
+    assert load(manifest(tmp_path, data.name, good))[1].as_dict()["sources"][0] == {
+        "name": "named",
+        "source": data.name,
+        "revision": None,
+        "split": None,
+        "licence": "CC0-1.0",
+        "sha256": digest,
+    }
     with pytest.raises(ValueError, match="expected sha256 ffff"):
         load(manifest(tmp_path, data.name, good.replace(digest, "f" * 64)))
     with pytest.raises(ValueError, match="expected 3 rows"):
@@ -288,3 +299,15 @@ def test_the_projects_own_data_is_found_from_any_folder(tmp_path, monkeypatch):
     assert len(prompts) == counts.num_rows > 0
     mine = write(tmp_path, [{"prompt": "q"}])
     assert said(load(mine.name)[0][0]) == [("user", "q")]
+
+
+def test_a_recipe_is_made_at_run_time_and_its_note_kept(tmp_path):
+    recipe = Path(__file__).resolve().parents[2] / "data" / "prompts" / "long.json"
+    path = manifest(tmp_path, recipe, "format: long_recipe\nsplit: heldout\n")
+    prompts, counts = load(path)
+    assert prompts == materialise(recipe, "heldout")[0]
+    assert counts.sources[0]["made_from"] == materialise(recipe, "heldout")[1]
+    assert counts.num_rows == counts.num_kept == len(prompts)
+    assert load(path, split="train")[0] == materialise(recipe, "train")[0]
+    with pytest.raises(ValueError, match="expects source .the recipe's path. and split"):
+        load(manifest(tmp_path, recipe, "format: long_recipe\n"))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+
 from mtp_train.prompt.responses import ResponseWriter, read_meta, read_responses
 from mtp_train.records import Response
 

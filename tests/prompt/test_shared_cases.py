@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers_for_tests as toks
+
 from mtp_train.prompt.build import build_response, turns_to_answer
 from mtp_train.prompt.load import load_prompts
 from mtp_train.prompt.template import ChatTemplate, TemplateRefusal

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tokenizers_for_tests as toks
+
 from mtp_train.prompt.template import ChatTemplate, TemplateRefusal
 
 END = "<|im_end|>"
