@@ -182,7 +182,7 @@ class ShardInfo:
     def from_json(cls, value: Any, *, where: Path) -> ShardInfo:
         known = check_keys(cls, value, where=where)
         quarantined = tuple(Quarantined(**check_keys(Quarantined, entry, where=where)) for entry in known.pop("quarantined"))
-        columns = {name: tuple(entry) if isinstance(entry, list) else entry for name, entry in known.items()}
+        columns: dict[str, Any] = {name: tuple(entry) if isinstance(entry, list) else entry for name, entry in known.items()}
         return cls(quarantined=quarantined, **columns)
 
 

@@ -7,8 +7,8 @@ from bisect import bisect_right
 from pathlib import Path
 from typing import Literal, get_args
 
-from mtp_train.cache.format import MANIFEST, CacheIdentity, Manifest, ShardInfo, shard_path, sidecar_path
-from mtp_train.cache.plan import PLAN, CachePlan
+from mtp_train.cache.format import MANIFEST, PLAN, CacheIdentity, Manifest, ShardInfo, shard_name, shard_path, sidecar_path
+from mtp_train.cache.plan import CachePlan
 from mtp_train.cache.shard import OpenShard
 from mtp_train.records import Sample
 from mtp_train.runtime import sha256_file
@@ -34,7 +34,7 @@ def read_manifest(path: Path) -> Manifest:
     if not (path / PLAN).exists():
         raise ValueError(f"{path}: expected a cache ({MANIFEST}), found none; run precompute first, or name another folder")
     plan = CachePlan.read(path)
-    done = sum(1 for index in range(plan.num_shards) if sidecar_path(shard_path(path, f"shard-{index:05d}.safetensors")).exists())
+    done = sum(1 for index in range(plan.num_shards) if sidecar_path(shard_path(path, shard_name(index))).exists())
     raise ValueError(
         f"{path}: expected a finished cache, found {done} of {plan.num_shards} shards; run the same precompute again, it continues"
     )
