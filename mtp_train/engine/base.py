@@ -125,6 +125,10 @@ class Engine(ABC):
     def baseline(self, requests: Sequence[SpeculateRequest], settings: SpeculateSettings) -> Baseline:
         """Decode the same requests without drafts, by the same settings."""
 
+    def logit_gap(self, token_ids: Sequence[int]) -> float:
+        """The distance of the two best logits for the token that follows ``token_ids``, float32: how near a greedy choice was."""
+        raise NotImplementedError(f"engine={self.word} does not give logits; engine=hf does")
+
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """What a report must say of it: library, version, device, dtype, attention, flags."""

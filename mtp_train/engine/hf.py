@@ -1,0 +1,158 @@
+"""``engine=hf``: transformers on any device, slow and obviously right; the engine that the others are compared with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtp_train.engine.base import (
+    Baseline,
+    Engine,
+    Generated,
+    GenerateRequest,
+    PrefillSettings,
+    Sampling,
+    SpeculateRequest,
+    SpeculateSettings,
+)
+from mtp_train.engine.hf_generate import generate
+from mtp_train.engine.hf_model import TargetModel
+from mtp_train.engine.hf_prefill import prefill
+from mtp_train.engine.hf_speculate import Speculation
+from mtp_train.head.base import Head
+from mtp_train.nn.attention import ATTENTION, PackedAttention
+from mtp_train.records import Acceptance, Response, Sample
+from mtp_train.target.weights import SharedWeights
+
+LoadHead = Callable[[Path, SharedWeights], Head]
+
+
+class HfEngine(Engine):
+    """transformers' own model of the target, attending over flat token axes (``nn/attention.py``).
+
+    ``load_head`` rebuilds a head from a checkpoint over the weights it shares with the target; the verb hands it over,
+    since finding the class that a checkpoint's word names is not the engine's business (None: ``speculate`` refuses).
+    ``batch_size`` sequences are decoded together by ``generate``; ``max_prefill_tokens`` bounds a forward's new tokens.
+    """
+
+    word = "hf"
+
+    def __init__(
+        self,
+        *,
+        target_path: Path,
+        trust_remote_code: bool,
+        load_head: LoadHead | None,
+        dtype: str,
+        device: str,
+        batch_size: int,
+        max_prefill_tokens: int,
+    ) -> None:
+        for name, value in (("batch_size", batch_size), ("max_prefill_tokens", max_prefill_tokens)):
+            if value < 1:
+                raise ValueError(f"engine.{name}: expected at least 1, found {value}")
+        self.target = TargetModel(path=Path(target_path), dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        self.load_head, self.batch_size, self.max_prefill_tokens = load_head, batch_size, max_prefill_tokens
+
+    @property
+    def version(self) -> str:
+        import transformers
+
+        return f"transformers {transformers.__version__}"
+
+    @property
+    def dtype(self) -> str:
+        return self.target.dtype_word
+
+    def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> Iterator[Generated]:
+        return generate(self.target, requests, sampling, batch_size=self.batch_size, max_prefill_tokens=self.max_prefill_tokens)
+
+    def prefill(self, responses: Iterable[Response], settings: PrefillSettings) -> Iterator[Sample]:
+        return prefill(self.target, responses, settings, max_prefill_tokens=self.max_prefill_tokens)
+
+    def speculate(self, requests: Sequence[SpeculateRequest], draft: Path, settings: SpeculateSettings) -> Acceptance:
+        if self.load_head is None:
+            raise ValueError("engine=hf: expected load_head, which rebuilds a head from its checkpoint, found none; speculate needs it")
+        head = self.load_head(draft, self.target.shared_weights())
+        head = head.to(device=self.target.device, dtype=self.target.model.dtype).eval()
+        _check_ids([request.prompt_id for request in requests])
+        run = Speculation(
+            target=self.target,
+            head=head,
+            settings=settings,
+            max_prefill_tokens=self.max_prefill_tokens,
+            num_slots=min(settings.batch_size, len(requests)),
+        )
+        measured = run.run(requests)
+        return Acceptance(
+            prompts=tuple(measured.prompts),
+            scheme="chain",
+            num_speculative_tokens=settings.num_speculative_tokens,
+            temperature=settings.sampling.temperature,
+            draft_sampling=settings.draft_sampling,
+            measured_by=self.word,
+            engine_version=self.version,
+            dtype=self.dtype,
+            wall_s=measured.wall_s,
+            notes={
+                "refresh": settings.refresh,
+                "batch_size": settings.batch_size,
+                "top_p": settings.sampling.top_p,
+                "seed": settings.sampling.seed,
+                "max_new_tokens": settings.sampling.max_new_tokens,
+                "ignore_eos": settings.ignore_eos,
+                "num_target_forwards": measured.num_forwards,
+                "num_drafted_per_position_beyond_end": measured.drafted_beyond_end,
+                "num_accepted_per_position_beyond_end": measured.accepted_beyond_end,
+            },
+        )
+
+    def baseline(self, requests: Sequence[SpeculateRequest], settings: SpeculateSettings) -> Baseline:
+        _check_ids([request.prompt_id for request in requests])
+        started = time.perf_counter()
+        answers = generate(
+            self.target,
+            [
+                GenerateRequest(request_id=request.prompt_id, token_ids=request.token_ids, max_new_tokens=settings.sampling.max_new_tokens)
+                for request in requests
+            ],
+            settings.sampling,
+            batch_size=settings.batch_size,
+            max_prefill_tokens=self.max_prefill_tokens,
+            ignore_eos=settings.ignore_eos,
+        )
+        token_ids = {answer.request_id: answer.token_ids for answer in answers}
+        wall_s = time.perf_counter() - started
+        return Baseline(token_ids={request.prompt_id: token_ids[request.prompt_id] for request in requests}, wall_s=wall_s)
+
+    @torch.inference_mode()
+    def logit_gap(self, token_ids: Sequence[int]) -> float:
+        device, count = self.target.device, len(token_ids)
+        context = PackedAttention(bounds=(0, count))
+        hidden_TD = self.target.forward(torch.tensor(token_ids, device=device), torch.arange(count, device=device), context)
+        best, second = self.target.logits(hidden_TD[-1:]).float().topk(2).values[0].tolist()
+        return best - second
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "engine": self.word,
+            "version": self.version,
+            "torch": torch.__version__,
+            "device": str(self.target.device),
+            "threads": torch.get_num_threads(),
+            "dtype": self.dtype,
+            "attention": f"{ATTENTION} (nn/attention.py: flash kernels over packed rows, scaled_dot_product_attention over the ragged KV cache)",
+            "batch_size": self.batch_size,
+            "max_prefill_tokens": self.max_prefill_tokens,
+            "stop_ids": sorted(self.target.stop_ids),
+        }
+
+
+def _check_ids(ids: Sequence[str]) -> None:
+    if len(set(ids)) != len(ids):
+        twice = sorted({name for name in ids if ids.count(name) > 1})
+        raise ValueError(f"prompts: expected each prompt_id once, found {twice[:5]} more than once")

@@ -1,0 +1,112 @@
+"""Continuous batching: sequences of any length share a ragged KV cache; whoever ends makes room for the next request."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from mtp_train.acceptance.tally import keep
+from mtp_train.acceptance.verify import draw, probabilities, request_generator, uniforms
+from mtp_train.engine.base import Generated, GenerateRequest, Sampling
+from mtp_train.engine.hf_model import TargetModel
+from mtp_train.nn.ragged import RaggedAttention, RaggedCache
+
+
+@dataclass(kw_only=True)
+class _Sequence:
+    """A request being answered; ``pending`` are the tokens that the target has not read yet."""
+
+    request: GenerateRequest
+    limit: int
+    generator: torch.Generator
+    pending: list[int]
+    new_tokens: list[int] = field(default_factory=list)
+
+
+def share_rows(num_pending: Sequence[int], *, budget: int) -> list[int]:
+    """How many pending tokens each sequence brings to the next forward, in order, ``budget`` in all.
+
+    Those with one row (they decode) always come; prompts share what is left, first come first served.
+    """
+    left = max(budget - sum(1 for count in num_pending if count == 1), 1)
+    shares = []
+    for count in num_pending:
+        share = 1 if count == 1 else min(count, left)
+        left -= share if count > 1 else 0
+        shares.append(share)
+    return shares
+
+
+def choose(logits_MV: torch.Tensor, generators: Sequence[torch.Generator], *, temperature: float, top_p: float) -> list[int]:
+    """The next token of each row: the argmax, or drawn by the row's own generator."""
+    if temperature == 0:
+        return logits_MV.float().argmax(-1).tolist()
+    return draw(probabilities(logits_MV, temperature=temperature, top_p=top_p), uniforms(generators, [1] * len(generators))).tolist()
+
+
+@torch.inference_mode()
+def generate(
+    target: TargetModel,
+    requests: Sequence[GenerateRequest],
+    sampling: Sampling,
+    *,
+    batch_size: int,
+    max_prefill_tokens: int,
+    ignore_eos: bool = False,
+) -> Iterator[Generated]:
+    """Continue every request, at most ``batch_size`` at a time; yields each as it ends."""
+    stop_ids = frozenset() if ignore_eos else target.stop_ids
+    waiting = deque(requests)
+    cache = RaggedCache(num_slots=min(batch_size, len(requests)))
+    running: dict[int, _Sequence] = {}
+    while waiting or running:
+        for slot in range(cache.num_slots):
+            if slot not in running and waiting:
+                cache.clear(slot)
+                running[slot] = _start(waiting.popleft(), sampling)
+        active = [(slot, sequence, share) for slot, sequence, share in _shares(running, max_prefill_tokens) if share]
+        slots, counts = [slot for slot, _, _ in active], [share for _, _, share in active]
+        context = RaggedAttention(cache=cache, slots=slots, counts=counts)
+        token_ids = [token for _, sequence, share in active for token in sequence.pending[:share]]
+        hidden_TD = target.forward(torch.tensor(token_ids, device=target.device), context.positions(target.device), context)
+        context.commit()
+
+        ready, rows, row = [], [], -1
+        for slot, sequence, share in active:
+            row += share
+            del sequence.pending[:share]
+            if not sequence.pending:
+                ready.append((slot, sequence))
+                rows.append(row)
+        if not ready:
+            continue
+        logits_MV = target.logits(hidden_TD[torch.tensor(rows, device=target.device)])
+        tokens = choose(logits_MV, [sequence.generator for _, sequence in ready], temperature=sampling.temperature, top_p=sampling.top_p)
+        for (slot, sequence), token in zip(ready, tokens, strict=True):
+            _, reason = keep([token], remaining=sequence.limit - len(sequence.new_tokens), stop_ids=stop_ids)
+            sequence.new_tokens.append(token)
+            sequence.pending.append(token)
+            if reason is not None:
+                del running[slot]
+                yield Generated(request_id=sequence.request.request_id, token_ids=tuple(sequence.new_tokens), finish_reason=reason)
+
+
+def _start(request: GenerateRequest, sampling: Sampling) -> _Sequence:
+    if not request.token_ids:
+        raise ValueError(f"request {request.request_id}: expected at least one token to continue, found none")
+    limit = min(request.max_new_tokens, sampling.max_new_tokens)
+    if limit < 1:
+        raise ValueError(
+            f"request {request.request_id}: expected room for at least one new token, found max_new_tokens={request.max_new_tokens}"
+        )
+    generator = request_generator(seed=sampling.seed, request_id=request.request_id)
+    return _Sequence(request=request, limit=limit, generator=generator, pending=list(request.token_ids))
+
+
+def _shares(running: dict[int, _Sequence], budget: int) -> Iterator[tuple[int, _Sequence, int]]:
+    shares = share_rows([len(sequence.pending) for sequence in running.values()], budget=budget)
+    for (slot, sequence), share in zip(running.items(), shares, strict=True):
+        yield slot, sequence, share

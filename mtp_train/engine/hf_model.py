@@ -1,0 +1,135 @@
+"""The target in transformers, run on one flat axis of tokens of many sequences, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mtp_train.engine.stop import stop_token_ids
+from mtp_train.nn.attention import AttentionContext, PackedAttention
+from mtp_train.nn.layer import read_config
+from mtp_train.runtime import log
+from mtp_train.target.weights import SharedWeights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def choose_device(device: str) -> torch.device:
+    """``auto`` takes an accelerator where torch sees one, else the CPU; any other word is torch's own."""
+    if device != "auto":
+        return torch.device(device)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if accelerator is None else accelerator
+
+
+class TargetModel:
+    """A causal LM whose decoder and lm_head are called apart, so that only the rows needed are projected."""
+
+    def __init__(self, *, path: Path, dtype: str, device: str, trust_remote_code: bool) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+
+        if dtype not in DTYPES:
+            raise ValueError(f"engine.dtype: expected one of {tuple(DTYPES)}, found {dtype!r}")
+        if not (path / "config.json").is_file():
+            raise ValueError(
+                f"target path: expected a folder with config.json and safetensors, found none at {path}; fetch the target first"
+            )
+        self.path, self.dtype_word, self.device = path, dtype, choose_device(device)
+        config = read_config(path, trust_remote_code=trust_remote_code)
+        disable_progress_bar()  # loading takes seconds; its bar would stand between the stages' own
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            attn_implementation=config._attn_implementation,
+            dtype=DTYPES[dtype],
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            local_files_only=True,
+        )
+        self.model.to(self.device).eval().requires_grad_(False)
+        self.decoder, self.lm_head = self._parts()
+        self.stop_ids = frozenset(stop_token_ids(path, trust_remote_code=trust_remote_code))
+        if not self.stop_ids:
+            log(f"target {path}: neither generation_config nor tokenizer name an end-of-turn token; answers run to their length limit")
+        self._check_projection()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.decoder.layers)
+
+    def _parts(self) -> tuple[Any, nn.Linear]:
+        decoder, lm_head = self.model.base_model, self.model.get_output_embeddings()
+        if not isinstance(getattr(decoder, "layers", None), nn.ModuleList) or not hasattr(decoder, "norm"):
+            raise ValueError(
+                f"target {type(self.model).__name__}: expected a decoder with `layers` and a final `norm` as Llama's, found "
+                f"{[name for name, _ in decoder.named_children()]}; this architecture is not supported by engine=hf"
+            )
+        if not isinstance(lm_head, nn.Linear) or lm_head.bias is not None:
+            raise ValueError(f"target {type(self.model).__name__}: expected an lm_head that is a linear map without bias, found {lm_head}")
+        return decoder, lm_head
+
+    @torch.inference_mode()
+    def _check_projection(self) -> None:
+        """The logits must be lm_head(post-norm hidden) and nothing else (no soft cap, no scale): heads assume it."""
+        ids_1T = torch.tensor([[1, 2]], device=self.device)
+        position_1T = torch.tensor([[0, 1]], device=self.device)
+        context = PackedAttention(bounds=(0, 2))
+        expected = self.model(input_ids=ids_1T, position_ids=position_1T, use_cache=False, attention_context=context).logits[0]
+        found = self.logits(self.forward(ids_1T[0], position_1T[0], PackedAttention(bounds=(0, 2))))
+        if not torch.equal(expected.to(found.dtype), found):
+            raise ValueError(
+                f"target {type(self.model).__name__}: expected logits that are lm_head(last hidden state), found them changed by "
+                f"{float((expected - found).abs().max()):.3g} (a soft cap or a scale?); draft heads cannot share this lm_head as it is"
+            )
+
+    def forward(self, token_ids_T: torch.Tensor, position_T: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        """Post-norm hidden states (T, D) of tokens at their positions."""
+        hidden_TD: torch.Tensor = self.decoder(
+            input_ids=token_ids_T[None], position_ids=position_T[None], use_cache=False, attention_context=context
+        ).last_hidden_state[0]
+        return hidden_TD
+
+    def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
+        """The lm_head over rows, (M, V), in the target's dtype."""
+        logits_MV: torch.Tensor = self.lm_head(hidden_MD)
+        return logits_MV
+
+    @contextmanager
+    def tapping(self, target_layer_ids: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+        """While open, every forward leaves the outputs of these decoder layers, each (T, D), in the list yielded.
+
+        The list is emptied by the caller between forwards. Ids are 0-based, outputs before the final norm.
+        """
+        for index in target_layer_ids:
+            if not 0 <= index < self.num_layers:
+                raise ValueError(f"target_layer_ids: expected ids from 0 to {self.num_layers - 1}, found {index}")
+        taken: list[torch.Tensor] = []
+
+        def take(module: nn.Module, args: Any, output: Any) -> None:
+            taken.append((output[0] if isinstance(output, tuple) else output)[0])
+
+        # Hooks fire in the order of the layers; the order asked for is restored by whoever reads the list.
+        handles = [self.decoder.layers[index].register_forward_hook(take) for index in sorted(target_layer_ids)]
+        try:
+            yield taken
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def shared_weights(self) -> SharedWeights:
+        """What a head shares with the target: the model's own tensors, not copied."""
+        return SharedWeights(
+            embedding_VD=self.model.get_input_embeddings().weight,
+            lm_head_VD=self.lm_head.weight,
+            final_norm_weight_D=self.decoder.norm.weight,
+            rms_norm_eps=float(self.model.config.rms_norm_eps),
+        )

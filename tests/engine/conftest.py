@@ -1,0 +1,90 @@
+"""Tiny targets on disk and engines over them, shared by the tests of this folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+V, D = 160, 48
+STOP_IDS = [7, 30, 60, 90, 120]
+
+
+def save_tiny_target(path: Path, *, seed: int = 0, tied: bool = False, window: int | None = None) -> Path:
+    """A random model whose logits are well apart (initializer_range 0.3), so that greedy text is varied and stable."""
+    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+    sizes = {
+        "vocab_size": V,
+        "hidden_size": D,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": tied,
+        "bos_token_id": 1,
+        "eos_token_id": STOP_IDS,
+    }
+    torch.manual_seed(seed)
+    if window is None:
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
+    else:
+        model = MistralForCausalLM(MistralConfig(**sizes, sliding_window=window))
+    model.eval().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def stop_ids() -> list[int]:
+    return STOP_IDS
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory) -> Path:
+    return save_tiny_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def windowed_target(tmp_path_factory) -> Path:
+    """Mistral with a sliding window shorter than the texts."""
+    return save_tiny_target(tmp_path_factory.mktemp("windowed"), window=16)
+
+
+@pytest.fixture(scope="session")
+def make_engine():
+    from mtp_train.engine.hf import HfEngine
+
+    def make(path: Path, **changes):
+        settings = {
+            "target_path": path,
+            "trust_remote_code": False,
+            "load_head": None,
+            "dtype": "float32",
+            "device": "cpu",
+            "batch_size": 4,
+            "max_prefill_tokens": 64,
+        }
+        return HfEngine(**{**settings, **changes})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[tuple[int, ...]]:
+    """Nine prompts of 1 to 70 tokens; the longest does not fit one prefill chunk of the test engines."""
+    generator = torch.Generator().manual_seed(5)
+    return [tuple(torch.randint(8, V, (length,), generator=generator).tolist()) for length in (5, 70, 1, 12, 33, 2, 20, 9, 41)]
+
+
+@pytest.fixture(scope="session")
+def plain_model():
+    """transformers' own model with its own attention: what the engine is compared with."""
+    from transformers import AutoModelForCausalLM
+
+    def load(path: Path):
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    return load
