@@ -51,6 +51,17 @@ def is_main() -> bool:
     return rank() == 0
 
 
+def barrier() -> None:
+    """Wait until every process of the torchrun job has come here; nothing without torchrun."""
+    if world_size() == 1:
+        return
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    dist.barrier()
+
+
 def log(message: str) -> None:
     """Print one line from rank 0 to stderr, so that stdout stays what a user pipes."""
     if is_main():

@@ -16,6 +16,11 @@ from mtp_train.runtime import atomic_write_json, is_main, log, provenance
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from mtp_train.head.base import Head
+    from mtp_train.prompt.template import ChatTemplate
+    from mtp_train.target.spec import TargetSpec
+    from mtp_train.target.weights import SharedWeights
+
 _WORD = re.compile(r"[a-z0-9_]+")
 
 _HELP = """{purpose}
@@ -139,6 +144,64 @@ def load_word(group: str, word: str) -> dict[str, Any]:
     node = plain(OmegaConf.load(path))
     assert isinstance(node, dict), path
     return node
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenTarget:
+    """The target that the settings name: its folder, what it is, and how conversations become its tokens."""
+
+    path: Path
+    spec: TargetSpec
+    template: ChatTemplate
+    trust_remote_code: bool
+
+    def identity(self) -> dict[str, str]:
+        """What an artefact made from this target states, and a consumer compares."""
+        return {
+            "target_name": self.spec.name,
+            "target_fingerprint": self.spec.fingerprint,
+            "tokenizer_hash": self.template.tokenizer_sha256,
+            "template_hash": self.template.template_sha256,
+        }
+
+
+def open_target(node: DictConfig) -> OpenTarget:
+    """Fetch or find the target, read its sizes and its chat template; the weights are not loaded."""
+    from mtp_train.prompt.template import ChatTemplate
+    from mtp_train.prompt.tokenizer import load_tokenizer
+    from mtp_train.target.resolve import resolve_target
+    from mtp_train.target.spec import read_spec
+
+    path = resolve_target(plain(node))
+    template = ChatTemplate(tokenizer=load_tokenizer(path))
+    return OpenTarget(path=path, spec=read_spec(path, name=node.name), template=template, trust_remote_code=node.trust_remote_code)
+
+
+def build_head(word: str, settings: dict[str, Any], *, target: OpenTarget, shared: SharedWeights) -> Head:
+    """Build the head that a checkpoint or the command line names, over the target's shared weights."""
+    node = {"_target_": load_word("head", word)["_target_"], **settings}
+    head: Head = build(node, target_path=target.path, shared=shared, trust_remote_code=target.trust_remote_code)
+    return head
+
+
+def head_loader(target: OpenTarget) -> Callable[[Path, SharedWeights], Head]:
+    """A function that rebuilds a trained head from its checkpoint; it refuses a head of another target."""
+
+    def load(path: Path, shared: SharedWeights) -> Head:
+        from mtp_train.checkpoint import read_head_config, read_head_tensors
+
+        config = read_head_config(path)
+        expected, found = target.spec.fingerprint, config["target"]["target_fingerprint"]
+        if expected != found:
+            raise ValueError(
+                f"{path}: expected a head trained on {target.spec.name} (weights {expected[:16]}...), found one trained on "
+                f"{config['target']['target_name']} (weights {found[:16]}...); choose that target, or train a head for this one"
+            )
+        head = build_head(config["head"], config["settings"], target=target, shared=shared)
+        head.load_state_dict(read_head_tensors(path))
+        return head
+
+    return load
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,31 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mtp_train.engine.base import Engine, Generated, GenerateRequest, Sampling
+from mtp_train.prompt.build import turns_to_answer
 from mtp_train.prompt.skips import Skip, SkipCounts
 from mtp_train.prompt.template import ChatTemplate, TemplateRefusal
 from mtp_train.records import FinishReason, Prompt, Response
 
 Message = Mapping[str, Any]
-
-
-def split_turns(messages: Sequence[Message]) -> list[list[Message]]:
-    """Cut a conversation where the target is to speak.
-
-    Where the data set has answers of its own, the target speaks in their place (they are dropped; an assistant message
-    that calls tools is kept, since what follows it depends on it). Where it has none, every user message is a turn, as
-    in MT-Bench's question files. Each piece is what comes before one answer; a system message opens the first one.
-    """
-    replaced = [message["role"] == "assistant" and not message.get("tool_calls") for message in messages]
-    pieces: list[list[Message]] = [[]]
-    for message, dropped in zip(messages, replaced, strict=True):
-        if dropped:
-            if pieces[-1]:
-                pieces.append([])
-            continue
-        if not any(replaced) and message["role"] == "user" and any(m["role"] == "user" for m in pieces[-1]):
-            pieces.append([])
-        pieces[-1].append(message)
-    return [piece for piece in pieces if piece]
 
 
 def answer_id(prompt_id: str, number: int) -> str:
@@ -45,7 +26,7 @@ class _Conversation:
 
     prompt: Prompt
     response_id: str
-    pieces: list[list[Message]]
+    pieces: tuple[tuple[Message, ...], ...]
     messages: list[Message] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
@@ -102,13 +83,8 @@ def answer(
         waiting: list[_Conversation] = []
         for prompt in prompts:
             response_id = answer_id(prompt.prompt_id, number)
-            pieces = split_turns(prompt.messages)
-            if response_id in done:
-                continue
-            if not any(message["role"] == "user" for piece in pieces for message in piece):
-                counts.skip(Skip(reason="no_user_turn", why="expected a user message to answer, found none"), row=response_id)
-                continue
-            waiting.append(_Conversation(prompt=prompt, response_id=response_id, pieces=pieces))
+            if response_id not in done:
+                waiting.append(_Conversation(prompt=prompt, response_id=response_id, pieces=turns_to_answer(prompt)))
         seeded = replace(sampling, seed=sampling.seed + number)
         while waiting:
             yield from _one_turn(engine, template, waiting, sampling=seeded, max_length_tokens=max_length_tokens, counts=counts)
@@ -142,7 +118,10 @@ def _one_turn(
         conversation = asked[generated.request_id]
         conversation.hear(generated, template)
         last = conversation.num_answered == len(conversation.pieces)
-        if last or generated.finish_reason == "length":
+        ended = generated.token_ids[-1] in template.stop_ids
+        if last or not ended:
             if not last:
-                counts.note(Skip(reason="conversation_cut", why="an answer was cut by a limit"), row=conversation.response_id)
+                counts.note(
+                    Skip(reason="conversation_cut", why="an answer ended without the template's end of turn"), row=conversation.response_id
+                )
             yield conversation.response(generated.finish_reason)

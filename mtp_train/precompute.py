@@ -1,0 +1,97 @@
+"""The engine runs the target over whole responses: responses/ -> cache/ of hidden states and next-token probabilities.
+
+Shards are written one by one; killed at any moment, the same command continues and ends with the same bytes. With torchrun each
+process writes every N-th shard.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtp_train.runtime import barrier, is_main, log, progress, rank, world_size
+from mtp_train.stage import OpenTarget, build, open_target, plain, stage, start
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from mtp_train.records import Response
+
+
+def _responses(cfg: DictConfig, target: OpenTarget) -> list[Response]:
+    """The conversations to read: the target's own answers, or a data set's."""
+    from mtp_train.prompt.build import build_responses
+    from mtp_train.prompt.load import load_prompts
+    from mtp_train.prompt.responses import read_meta, read_responses
+
+    if cfg.answers == "own":
+        found = read_meta(Path(cfg.responses))
+        for key, expected in target.identity().items():
+            if key != "target_name" and found[key] != expected:
+                raise ValueError(
+                    f"{cfg.responses}: expected answers of this target ({key} {expected}), found {found[key]} of {found['target_name']}; "
+                    "choose that target, or regenerate into another run folder"
+                )
+        responses = [r for r in read_responses(Path(cfg.responses)) if len(r.token_ids) <= cfg.max_length_tokens]
+        if not any(any(response.loss_mask) for response in responses):
+            raise ValueError(f"{cfg.responses}: expected answers of at most max_length_tokens={cfg.max_length_tokens}, found none")
+        return responses
+    if cfg.answers != "given":
+        raise ValueError(f"answers: expected own (the target's, from responses/) or given (the data set's), found {cfg.answers!r}")
+    prompts, counts = load_prompts(**plain(cfg.prompt))
+    responses, counts = build_responses(prompts, target.template, max_length=cfg.max_length_tokens, policy=cfg.too_long, counts=counts)
+    log(counts.summary())
+    if is_main():
+        counts.write(Path(cfg.out) / "skips.json")
+    return responses
+
+
+@stage("precompute")
+def main(cfg: DictConfig) -> None:
+    target = open_target(cfg.target)
+    responses = {response.prompt_id: response for response in _responses(cfg, target)}
+    run = start(cfg, stage_name="precompute")
+
+    from mtp_train.cache.format import FORMAT_VERSION, CacheIdentity
+    from mtp_train.cache.plan import PlannedSample
+    from mtp_train.cache.writer import CacheWriter
+    from mtp_train.engine.base import PrefillSettings
+
+    settings = PrefillSettings(target_layer_ids=tuple(cfg.target_layer_ids), top_k=cfg.top_k)
+    target.spec.check_layer_ids(settings.target_layer_ids)
+    engine = build(cfg.engine, target_path=target.path, trust_remote_code=target.trust_remote_code, load_head=None)
+    identity = CacheIdentity(
+        format_version=FORMAT_VERSION,
+        **target.identity(),
+        hidden_state="post_norm",
+        target_layer_ids=settings.target_layer_ids,
+        dtype=engine.dtype,
+        codec=cfg.codec,
+        top_k=cfg.top_k,
+        engine=engine.word,
+        engine_version=engine.version,
+        quantization=None,
+        hidden_size=target.spec.hidden_size,
+        vocab_size=target.spec.vocab_size,
+        git_commit=run.provenance["git_commit"],
+    )
+    planned = [PlannedSample.of(response) for response in responses.values()]
+    writer = CacheWriter(path=run.out, identity=identity, samples=planned, shard_tokens=cfg.shard_tokens)
+    missing = list(writer.missing_shards())[rank() :: world_size()]
+    barrier()  # every process has seen the same shards missing before the first one is written
+    num_tokens = sum(len(responses[i].token_ids) for _, ids in missing for i in ids)
+    log(f"{writer.num_shards} shards, {num_tokens} tokens to read in {len(missing)} of them")
+    with progress(desc="precompute", unit="tok", total=num_tokens) as bar:
+        for index, sample_ids in missing:
+            writer.write_shard(index, engine.prefill([responses[i] for i in sample_ids], settings))
+            bar.update(sum(len(responses[i].token_ids) for i in sample_ids))
+    barrier()
+    if is_main():
+        manifest = writer.finish()
+        log(
+            f"{manifest.num_samples} samples, {manifest.num_loss_tokens} answer tokens in {run.out}; next: python -m mtp_train.train run={cfg.run}"
+        )
+
+
+if __name__ == "__main__":
+    main()

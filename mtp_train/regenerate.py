@@ -1,0 +1,70 @@
+"""The target answers the prompts itself: prompts -> responses/.
+
+Heads are trained on the target's own text, since that is what they will draft. Every prompt is answered turn by turn; token ids
+are kept as well as text. An interrupted run continues where it stopped: what is answered is not answered again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mtp_train.runtime import barrier, is_main, log, progress, rank, world_size
+from mtp_train.stage import build, open_target, plain, stage, start
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+@stage("regenerate")
+def main(cfg: DictConfig) -> None:
+    from mtp_train.prompt.load import load_prompts
+
+    prompts, counts = load_prompts(**plain(cfg.prompt))
+    if not prompts:
+        raise ValueError(f"prompt: expected prompts to answer, found none: {counts.summary()}")
+    log(counts.summary())
+
+    from mtp_train.engine.answer import answer, answer_id
+    from mtp_train.engine.base import Sampling
+    from mtp_train.prompt.responses import ResponseWriter
+
+    target = open_target(cfg.target)
+    run = start(cfg, stage_name="regenerate")
+    engine = build(cfg.engine, target_path=target.path, trust_remote_code=target.trust_remote_code, load_head=None)
+    sampling = Sampling(**plain(cfg.sampling))
+    identity = target.identity() | {
+        "engine": engine.word,
+        "engine_version": engine.version,
+        "dtype": engine.dtype,
+        "sampling": run.settings["sampling"],
+    }
+    mine = prompts[rank() :: world_size()]
+    with ResponseWriter(directory=run.out, identity=identity, rank=rank()) as writer:
+        wanted = {answer_id(prompt.prompt_id, number) for prompt in mine for number in range(cfg.num_answers)}
+        done = wanted & writer.done_ids
+        log(f"{len(done)} of {len(wanted)} answers are there already" if done else f"{len(wanted)} answers to write")
+        num_tokens = 0
+        with progress(desc="regenerate", unit="answer", total=len(wanted), initial=len(done)) as bar:
+            for response in answer(
+                engine,
+                target.template,
+                mine,
+                sampling=sampling,
+                num_answers=cfg.num_answers,
+                max_length_tokens=cfg.max_length_tokens,
+                done=done,
+                counts=counts,
+            ):
+                writer.write(response)
+                num_tokens += sum(response.loss_mask)
+                bar.update()
+                bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s")
+        counts.write(run.out / (f"skips-{rank()}.json" if rank() else "skips.json"))
+    barrier()
+    if is_main():
+        count = writer.finish()
+        log(f"{count} answers in {run.out}; next: python -m mtp_train.precompute run={cfg.run}")
+
+
+if __name__ == "__main__":
+    main()
