@@ -1,0 +1,84 @@
+"""Writes a report: report.json (all of it), report.md, and index.html, one page that needs nothing beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from mtp_train.acceptance.report_data import ReportData, from_json, to_json
+from mtp_train.acceptance.report_html import page
+from mtp_train.acceptance.report_markdown import markdown, print_tables
+from mtp_train.acceptance.report_summary import Section, Summary, summarise
+from mtp_train.runtime import atomic_write_json, atomic_write_text, read_json
+
+JSON, MARKDOWN, HTML = "report.json", "report.md", "index.html"
+
+
+def write_report(data: ReportData, out: Path) -> Path:
+    """Write the three files into ``out`` and return the page's path; report.json first, so that the rest can be made again.
+
+    Errors: ValueError where a measurement holds no draft at all.
+    """
+    summary = summarise(data)
+    atomic_write_json(out / JSON, {"summary": figures_json(summary), "data": to_json(data)})
+    atomic_write_text(out / MARKDOWN, markdown(data, summary))
+    atomic_write_text(out / HTML, page(data, summary))
+    return out / HTML
+
+
+def print_summary(data: ReportData, out: Path) -> None:
+    """Print the tables, what is established and the page's path to the terminal (stdout)."""
+    print_tables(summarise(data))
+    print(f"report: {out / HTML}")
+
+
+def read_report(out: Path) -> ReportData:
+    """Read a report's data back from the folder that ``write_report`` wrote."""
+    document = read_json(out / JSON)
+    if not isinstance(document, dict) or "data" not in document:
+        raise ValueError(f"{out / JSON}: expected a report that evaluate wrote, found no data in it")
+    return from_json(document["data"])
+
+
+def figures_json(summary: Summary) -> dict[str, Any]:
+    """The computed figures as plain JSON, for programs that want numbers and not a page."""
+    return {
+        "sections": [_section_json(section) for section in summary.sections],
+        "aims": [
+            {**dataclasses.asdict(v.aim), "found": v.found._asdict() if v.found else None, "reached": v.reached} for v in summary.verdicts
+        ],
+    }
+
+
+def _section_json(section: Section) -> dict[str, Any]:
+    return {
+        "prompt_set": section.prompt_set.name,
+        "way": section.way._asdict(),
+        "num_prompts": section.num_prompts,
+        "figures": [
+            {
+                "head": figures.head,
+                "measured_by": figures.measurement.acceptance.measured_by,
+                "engine_version": figures.measurement.acceptance.engine_version,
+                "dtype": figures.measurement.acceptance.dtype,
+                "num_drafts": figures.measurement.acceptance.num_drafts,
+                "rate_per_position": [rate._asdict() for rate in figures.rates],
+                "acceptance_length": figures.length._asdict(),
+                "tokens_per_s": figures.tokens_per_s,
+                "plain_tokens_per_s": figures.plain_tokens_per_s,
+                "speedup": figures.speedup,
+            }
+            for figures in (*section.measured, *section.estimates)
+        ],
+        "comparisons": [
+            {
+                "first": comparison.first,
+                "second": comparison.second,
+                "engine": comparison.engine,
+                "rate_per_position": [rate._asdict() for rate in comparison.rates],
+                "acceptance_length": comparison.length._asdict(),
+            }
+            for comparison in section.comparisons
+        ],
+    }

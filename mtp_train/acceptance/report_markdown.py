@@ -1,0 +1,82 @@
+"""The report as Markdown, for a README or a review, and as a table in the terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from mtp_train.acceptance.report_data import ReportData
+from mtp_train.acceptance.report_summary import Summary, comparison_text, identity_text
+from mtp_train.acceptance.report_table import engines, estimate_note, section_table
+
+
+def markdown(data: ReportData, summary: Summary) -> str:
+    """The whole report but its plots."""
+    lines = [f"# {escape(data.title)}", "", f"Target: {escape(', '.join(f'{key} {value}' for key, value in data.target.items()))}", ""]
+    for section in summary.sections:
+        table = section_table(section)
+        lines += [f"## {escape(section.prompt_set.label)}: {escape(section.way.text)}", ""]
+        lines += [escape(f"{section.prompt_set.description} {section.num_prompts} prompts. Engine: {engines(section)}."), ""]
+        lines += ["| | " + " | ".join(map(escape, table.columns)) + " |", "|---|" + "---:|" * len(table.columns)]
+        lines += [f"| {escape(row.label)} | " + " | ".join(map(escape, row.cells)) + " |" for row in table.rows]
+        said = [comparison_text(comparison) for comparison in section.comparisons] + estimate_note(section)
+        said += [text for figures in section.measured if (text := identity_text(figures)) is not None]
+        lines += ["", *(f"- {escape(text)}" for text in said), ""]
+        for figures in section.measured:
+            identity = figures.measurement.identity
+            for found in identity.differences if identity else ():
+                lines.append(
+                    escape(
+                        f"- {figures.head}, {found.prompt_id}, token {found.index}: plain {found.plain_token}, with drafts "
+                        f"{found.speculated_token}, gap of the target's two best logits {found.logit_gap:.2e}"
+                    )
+                )
+        lines.append("")
+    if summary.verdicts:
+        lines += ["## Aims", "", *(f"- {escape(verdict.text)}" for verdict in summary.verdicts), ""]
+    if data.notes:
+        lines += ["## Notes", "", *(f"- {escape(note)}" for note in data.notes), ""]
+    lines += ["## How to read this", "", *(f"- {text}" for text in LEGEND), ""]
+    provenance = json.dumps(data.provenance, indent=2, ensure_ascii=False)
+    fence = "`" * (max((len(run) for run in re.findall("`+", provenance)), default=2) + 1)
+    lines += ["## What produced it", "", f"{fence}json", provenance, fence, ""]
+    return "\n".join(lines)
+
+
+LEGEND = (
+    "Rate at position i: accepted at i / drafts, unconditional, as vLLM counts. Acceptance length: 1 + accepted / drafts, the bonus token counted.",
+    "[low, high]: 95% bootstrap interval over prompts (2000 resamples); differences are paired over the same prompts.",
+    "The estimate unrolls the head over the target's own answers and walks over them as a decoder would, without decoding.",
+)
+
+
+def escape(text: str) -> str:
+    """Text that Markdown and the HTML within it show as it stands."""
+    flat = " ".join(text.split())
+    return re.sub(r"([\\`*_{}\[\]|#~$])", r"\\\1", flat.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
+
+
+def print_tables(summary: Summary) -> None:
+    """Print the tables and what is established to the terminal (stdout)."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    for section in summary.sections:
+        found = section_table(section)
+        title = Text(f"{section.prompt_set.label} ({section.num_prompts} prompts): {section.way.text}")
+        table = Table(title=title, title_justify="left", caption=Text(engines(section)), caption_justify="left")
+        table.add_column("")
+        for column in found.columns:
+            table.add_column(Text(column), justify="right")
+        for number, row in enumerate(found.rows):
+            last = number + 1 == len(found.rows) or found.rows[number + 1].kind != row.kind
+            table.add_row(Text(row.label), *map(Text, row.cells), style="bold" if row.kind == "length" else "", end_section=last)
+        console.print(table)
+        said = [comparison_text(comparison) for comparison in section.comparisons]
+        for text in said + [text for figures in section.measured if (text := identity_text(figures)) is not None]:
+            console.print(Text(text))
+        console.print()
+    for verdict in summary.verdicts:
+        console.print(Text(verdict.text, style="green" if verdict.reached else "yellow"))

@@ -1,0 +1,251 @@
+"""The figures of a report, computed once from its data: the page, the Markdown and the terminal all show these."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mtp_train.acceptance.interval import Interval, paired_difference, rates_and_length
+from mtp_train.acceptance.report_data import Aim, Measurement, PromptSet, ReportData
+from mtp_train.records import Acceptance, PromptAcceptance
+
+# Bounds of context-length bins in prompt tokens: 0..127, 128..511, ...
+CONTEXT_BOUNDS = (0, 128, 512, 1024, 2048, 4096)
+
+
+class Way(NamedTuple):
+    """How tokens were decoded: all that must stand beside an acceptance figure, but the engine."""
+
+    scheme: str
+    num_speculative_tokens: int
+    temperature: float
+    draft_sampling: str
+
+    @property
+    def text(self) -> str:
+        decoding = "greedy decoding (temperature 0)" if self.temperature == 0 else f"sampled at temperature {self.temperature:g}"
+        drafts = "drafts greedy (the draft's argmax)" if self.draft_sampling == "greedy" else "drafts probabilistic (drawn from q)"
+        return f"{self.scheme}, K = {self.num_speculative_tokens}, {decoding}, {drafts}"
+
+
+def way_of(acceptance: Acceptance) -> Way:
+    """The way of decoding that an acceptance was counted under."""
+    return Way(acceptance.scheme, acceptance.num_speculative_tokens, acceptance.temperature, acceptance.draft_sampling)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """One measurement's figures. Rates in 0..1 by position, length in tokens per verification, speeds in tokens per second."""
+
+    measurement: Measurement
+    rates: list[Interval]
+    length: Interval
+    tokens_per_s: float | None
+    plain_tokens_per_s: float | None
+
+    @property
+    def head(self) -> str:
+        return self.measurement.head
+
+    @property
+    def engine(self) -> str:
+        """Who counted: engine, version and dtype."""
+        acceptance = self.measurement.acceptance
+        return f"{acceptance.measured_by} ({acceptance.engine_version}, {acceptance.dtype})"
+
+    @property
+    def speedup(self) -> float | None:
+        """Tokens per second with drafts over without."""
+        if self.tokens_per_s is None or self.plain_tokens_per_s is None:
+            return None
+        return self.tokens_per_s / self.plain_tokens_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """First head less second, over the same prompts drawn together, both counted by one engine."""
+
+    first: str
+    second: str
+    engine: str
+    rates: list[Interval]
+    length: Interval
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """All that was measured on one prompt set in one way: heads side by side, estimates beside them."""
+
+    prompt_set: PromptSet
+    way: Way
+    measured: list[Figures]
+    estimates: list[Figures]
+    comparisons: list[Comparison]
+
+    @property
+    def num_prompts(self) -> int:
+        return max(len(figures.measurement.acceptance.prompts) for figures in (*self.measured, *self.estimates))
+
+    def estimate_of(self, head: str) -> Figures | None:
+        return next((figures for figures in self.estimates if figures.head == head), None)
+
+
+class Verdict(NamedTuple):
+    """An aim and what came of it; ``found`` None: not measured."""
+
+    aim: Aim
+    found: Interval | None
+
+    @property
+    def reached(self) -> bool:
+        return self.found is not None and self.found.value >= self.aim.at_least
+
+    @property
+    def text(self) -> str:
+        what = {"first_position": "first-position rate", "acceptance_length": "acceptance length", "speedup": "speed-up"}[self.aim.quantity]
+        start = f"{self.aim.head} on {self.aim.prompt_set}, {what}: aim {self.aim.at_least:.2f}; "
+        if self.found is None:
+            return start + "not measured: missed."
+        return start + f"measured {interval_text(self.found)}: {'reached' if self.reached else 'missed'}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The figures of a whole report; the first section is its headline."""
+
+    sections: list[Section]
+    verdicts: list[Verdict]
+
+
+def summarise(data: ReportData) -> Summary:
+    """Compute all figures, in the order of the data's prompt sets and heads; measurements without a draft are refused."""
+    order = [head.name for head in data.heads]
+    sections: list[Section] = []
+    for prompt_set in data.prompt_sets:
+        here = [item for item in data.measurements if item.prompt_set == prompt_set.name]
+        for way in sorted({way_of(item.acceptance) for item in here}, key=lambda way: (way.temperature, way)):
+            figures = [_figures(item) for item in here if way_of(item.acceptance) == way]
+            figures.sort(key=lambda found: order.index(found.head))
+            measured = [found for found in figures if not found.measurement.is_estimate]
+            sections.append(
+                Section(
+                    prompt_set=prompt_set,
+                    way=way,
+                    measured=measured,
+                    estimates=[found for found in figures if found.measurement.is_estimate],
+                    comparisons=_compare(measured, way),
+                )
+            )
+    return Summary(sections=sections, verdicts=[_judge(aim, sections) for aim in data.aims])
+
+
+def _figures(measurement: Measurement) -> Figures:
+    acceptance = measurement.acceptance
+    rates, length = rates_and_length(acceptance.prompts, acceptance.num_speculative_tokens)
+    plain = measurement.plain.tokens_per_s if measurement.plain is not None else None
+    return Figures(measurement=measurement, rates=rates, length=length, tokens_per_s=measurement.tokens_per_s, plain_tokens_per_s=plain)
+
+
+def _compare(measured: Sequence[Figures], way: Way) -> list[Comparison]:
+    found = []
+    for first, second in itertools.combinations(measured, 2):
+        prompts = [side.measurement.acceptance.prompts for side in (first, second)]
+        same = {prompt.prompt_id for prompt in prompts[0]} == {prompt.prompt_id for prompt in prompts[1]}
+        if first.head == second.head or first.engine != second.engine or not same:
+            continue
+        rates, length = paired_difference(prompts[0], prompts[1], way.num_speculative_tokens)
+        found.append(Comparison(first=first.head, second=second.head, engine=first.engine, rates=rates, length=length))
+    return found
+
+
+def _judge(aim: Aim, sections: Sequence[Section]) -> Verdict:
+    """An aim speaks of greedy decoding, as measured (never of the estimate)."""
+    for section in sections:
+        if section.prompt_set.name != aim.prompt_set or section.way.temperature != 0:
+            continue
+        for figures in section.measured:
+            if figures.head == aim.head:
+                ratio = figures.speedup
+                speed = None if ratio is None else Interval(ratio, None, None)
+                values = {"first_position": figures.rates[0], "acceptance_length": figures.length, "speedup": speed}
+                return Verdict(aim, values[aim.quantity])
+    return Verdict(aim, None)
+
+
+class Group(NamedTuple):
+    """One bar of a plot by category or context length."""
+
+    label: str
+    num_prompts: int
+    rates: list[Interval]
+    length: Interval
+
+
+def by_category(acceptance: Acceptance) -> list[Group]:
+    """Acceptance per category, in alphabetical order; categories in which nothing was drafted are left out."""
+    return _grouped(acceptance, sorted({prompt.category for prompt in acceptance.prompts}), lambda prompt: prompt.category)
+
+
+def by_context(acceptance: Acceptance) -> list[Group]:
+    """Acceptance per bin of prompt length, from short to long; empty bins are left out."""
+    labels = [f"{low}–{high - 1}" for low, high in itertools.pairwise(CONTEXT_BOUNDS)] + [f"{CONTEXT_BOUNDS[-1]}+"]
+
+    def label(prompt: PromptAcceptance) -> str:
+        return labels[sum(prompt.num_prompt_tokens >= bound for bound in CONTEXT_BOUNDS) - 1]
+
+    return _grouped(acceptance, labels, label)
+
+
+def _grouped(acceptance: Acceptance, labels: Sequence[str], label_of: Callable[[PromptAcceptance], str]) -> list[Group]:
+    found = []
+    for label in labels:
+        prompts = [prompt for prompt in acceptance.prompts if label_of(prompt) == label]
+        if any(prompt.num_drafts for prompt in prompts):
+            found.append(Group(label, len(prompts), *rates_and_length(prompts, acceptance.num_speculative_tokens)))
+    return found
+
+
+def interval_text(found: Interval, *, digits: int = 2, signed: bool = False) -> str:
+    """``0.29 [0.27, 0.31]``; without the brackets where there is no interval."""
+    sign = "+" if signed else ""
+    if found.low is None or found.high is None:
+        return f"{found.value:{sign}.{digits}f}"
+    return f"{found.value:{sign}.{digits}f} [{found.low:{sign}.{digits}f}, {found.high:{sign}.{digits}f}]"
+
+
+def comparison_text(comparison: Comparison) -> str:
+    """In words whether one head is better than the other at the first position and in length."""
+
+    def say(what: str, difference: Interval, digits: int) -> str:
+        if difference.low is None:
+            state = "one prompt alone establishes nothing"
+        elif difference.established:
+            state = "established (the interval leaves out 0)"
+        else:
+            state = "not established (the interval holds 0)"
+        return f"{what} {interval_text(difference, digits=digits, signed=True)}: {state}"
+
+    return (
+        f"{comparison.first} less {comparison.second}, paired over the same prompts: "
+        f"{say('first position', comparison.rates[0], 3)}; {say('acceptance length', comparison.length, 3)}."
+    )
+
+
+def identity_text(figures: Figures) -> str | None:
+    """In words whether greedy speculation wrote what plain decoding writes; None where it was not compared."""
+    identity = figures.measurement.identity
+    if identity is None:
+        return None
+    start = (
+        f"{figures.head}: token for token the same as plain greedy decoding on {identity.num_identical} of {identity.num_prompts} prompts "
+        f"({identity.num_tokens} tokens compared, {figures.engine})"
+    )
+    if not identity.differences:
+        return start + "."
+    ties = sum(difference.is_tie for difference in identity.differences)
+    others = len(identity.differences) - ties
+    if identity.holds:
+        return start + f"; the other {ties} part where the target's two best logits tie."
+    return start + f"; {ties} part at ties of the target's two best logits, and {others} part where there is no tie."

@@ -1,0 +1,72 @@
+"""The headline table of a section as rows of words: the page, the Markdown and the terminal lay them out."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mtp_train.acceptance.report_summary import Figures, Section, interval_text
+
+NONE = "–"
+
+
+class Row(NamedTuple):
+    """``kind``: ``rate``, ``length``, ``estimate`` or ``speed``, for those who lay rows out differently."""
+
+    kind: str
+    label: str
+    cells: list[str]
+
+
+class Table(NamedTuple):
+    """``columns``: one per measurement, the head's name with its engine where one head was measured by several."""
+
+    columns: list[str]
+    rows: list[Row]
+
+
+def section_table(section: Section) -> Table:
+    """Heads side by side. Without a measurement by an engine, the estimates alone are shown."""
+    shown = section.measured or section.estimates
+    several = len({figures.head for figures in shown}) < len(shown)
+    columns = [f"{figures.head} · {figures.engine}" if several else figures.head for figures in shown]
+    positions = section.way.num_speculative_tokens
+    rows = [Row("rate", f"position {i + 1}", [interval_text(figures.rates[i]) for figures in shown]) for i in range(positions)]
+    rows.append(Row("length", "acceptance length", [interval_text(figures.length) for figures in shown]))
+    if section.measured and section.estimates:
+        estimates = [section.estimate_of(figures.head) for figures in shown]
+        rows.append(Row("estimate", "estimate, position 1", [NONE if e is None else interval_text(e.rates[0]) for e in estimates]))
+        rows.append(Row("estimate", "estimate, acceptance length", [NONE if e is None else interval_text(e.length) for e in estimates]))
+    if any(figures.tokens_per_s is not None for figures in shown):
+        rows.append(Row("speed", "tokens/s with drafts", [_number(figures.tokens_per_s, 1) for figures in shown]))
+        rows.append(Row("speed", "tokens/s without", [_number(figures.plain_tokens_per_s, 1) for figures in shown]))
+        rows.append(Row("speed", "with / without", [_ratio(figures) for figures in shown]))
+    return Table(columns, rows)
+
+
+def engines(section: Section) -> str:
+    """The engines that measured this section, each once."""
+    return "; ".join(dict.fromkeys(figures.engine for figures in section.measured)) or "no engine: the estimate alone"
+
+
+def estimate_note(section: Section) -> list[str]:
+    """For each head whether the estimate lies within the measured interval at the first position."""
+    notes = []
+    for figures in section.measured:
+        estimate = section.estimate_of(figures.head)
+        rate = figures.rates[0]
+        if estimate is None or rate.low is None or rate.high is None:
+            continue
+        inside = rate.low <= estimate.rates[0].value <= rate.high
+        notes.append(
+            f"{figures.head}: the estimate of the first position, {estimate.rates[0].value:.3f}, lies "
+            f"{'within' if inside else 'outside'} the measured interval [{rate.low:.3f}, {rate.high:.3f}] ({figures.engine})."
+        )
+    return notes
+
+
+def _number(value: float | None, digits: int) -> str:
+    return NONE if value is None else f"{value:.{digits}f}"
+
+
+def _ratio(figures: Figures) -> str:
+    return NONE if figures.speedup is None else f"{figures.speedup:.2f}×"
