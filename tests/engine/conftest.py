@@ -8,11 +8,14 @@ import pytest
 import torch
 
 V, D = 160, 48
+LAYERS = 0.01
 STOP_IDS = [7, 30, 60, 90, 120]
 
 
-def save_tiny_target(path: Path, *, seed: int = 0, tied: bool = False, window: int | None = None) -> Path:
-    """A random model whose logits are well apart (initializer_range 0.3), so that greedy text is varied and stable."""
+def save_tiny_target(path: Path, *, seed: int = 0, tied: bool = False, window: int | None = None, layers: float = 1.0) -> Path:
+    """A random model whose logits are well apart (initializer_range 0.3), so that greedy text is varied and stable.
+
+    ``layers`` scales what its layers add: with little of it the next token hangs mostly on the last one."""
     from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
     sizes = {
@@ -33,6 +36,10 @@ def save_tiny_target(path: Path, *, seed: int = 0, tied: bool = False, window: i
         model = LlamaForCausalLM(LlamaConfig(**sizes))
     else:
         model = MistralForCausalLM(MistralConfig(**sizes, sliding_window=window))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(layers)
+            layer.mlp.down_proj.weight.mul_(layers)
     model.eval().save_pretrained(path)
     return path
 
@@ -45,6 +52,12 @@ def stop_ids() -> list[int]:
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory) -> Path:
     return save_tiny_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def easy_target(tmp_path_factory) -> Path:
+    """A target that a head which leans on the last token agrees with about half the time."""
+    return save_tiny_target(tmp_path_factory.mktemp("easy"), layers=LAYERS)
 
 
 @pytest.fixture(scope="session")

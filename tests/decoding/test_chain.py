@@ -1,0 +1,172 @@
+"""After a rejection the head's cache is what it would be had it never guessed; its drafts are those of a fresh unroll."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtp_train.decoding.chain import ChainDrafter, NewBases
+from mtp_train.head.mtp import Mtp
+from mtp_train.nn.ragged import RaggedCache
+from mtp_train.records import Batch
+from mtp_train.target.weights import SharedWeights
+
+V, D = 96, 32
+NORMS = ("embed", "hidden", "input", "output", "feedback")
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory) -> Mtp:
+    from transformers import LlamaConfig
+
+    path: Path = tmp_path_factory.mktemp("target")
+    config = LlamaConfig(
+        vocab_size=V,
+        hidden_size=D,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+    )
+    config.save_pretrained(path)
+    generator = torch.Generator().manual_seed(0)
+    shared = SharedWeights(
+        embedding_VD=torch.randn(V, D, generator=generator),
+        lm_head_VD=torch.randn(V, D, generator=generator),
+        final_norm_weight_D=torch.ones(D),
+        rms_norm_eps=1e-5,
+    )
+    return Mtp(
+        target_path=path,
+        shared=shared,
+        norms=dict.fromkeys(NORMS, True),
+        column_order="hidden_embed",
+        zero_first_embedding=True,
+        init="random",
+        seed=0,
+        trust_remote_code=False,
+    ).eval()
+
+
+def _drafter(head, *, k=3, slots=3, temperature=0.0, refresh=True):
+    return ChainDrafter(head=head, num_slots=slots, num_speculative_tokens=k, temperature=temperature, top_p=1.0, refresh=refresh)
+
+
+def _text(length, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(V, (length,), generator=generator).tolist(), torch.randn(length, D, generator=generator)
+
+
+def _bases(slot, tokens, hidden, first, last, **changes):
+    """Bases first .. last - 1 of a text, each with the token behind it."""
+    return NewBases(slot=slot, token_ids=tokens[first + 1 : last + 1], hidden_BD=hidden[first:last], **{"drafts": True, **changes})
+
+
+def _held(cache: RaggedCache, slot: int):
+    ((keys, values),) = cache._layers.values()
+    return keys[slot, :, : cache.lengths[slot]], values[slot, :, : cache.lengths[slot]]
+
+
+def _unrolled_drafts(head, tokens, hidden, base, k):
+    """The drafts at a base by ``unroll``, which reads the text: give it each draft as the text's next token."""
+    text = list(tokens[: base + 2])
+    for depth in range(k):
+        padded = torch.tensor([*text, *[0] * (base + 2 + k - len(text))])
+        count = len(padded)
+        batch = Batch(
+            token_ids_T=padded,
+            loss_mask_T=torch.ones(count, dtype=torch.bool),
+            hidden_TD=torch.cat([hidden[: base + 1], torch.zeros(count - base - 1, D)]),
+            sample_T=torch.zeros(count, dtype=torch.int64),
+            position_T=torch.arange(count),
+            bounds=(0, count),
+            sample_ids=("a",),
+        )
+        steps = head.unroll(batch)
+        for _ in range(depth + 1):
+            step = next(steps)
+        text.append(int(step.project(step.hidden_TD[base]).argmax()))
+    return text[base + 2 :]
+
+
+@torch.inference_mode()
+def test_drafts_are_those_of_the_unroll_for_sequences_of_different_lengths(head):
+    drafter = _drafter(head, k=4)
+    texts = [_text(length, seed) for seed, length in enumerate((9, 2, 30))]
+    chains = drafter.propose([_bases(slot, tokens, hidden, 0, len(tokens) - 1) for slot, (tokens, hidden) in enumerate(texts)])
+    for chain, (tokens, hidden) in zip(chains, texts, strict=True):
+        assert chain.token_ids == _unrolled_drafts(head, tokens, hidden, len(tokens) - 2, 4)
+        assert chain.q_KV is None
+
+
+@pytest.mark.parametrize("num_accepted", [0, 1, 2, 3])
+@torch.inference_mode()
+def test_refreshed_cache_equals_one_computed_from_scratch(head, num_accepted):
+    """Rounds of drafting, rejection and refresh against one pass over the final text with the target's hidden states."""
+    drafter = _drafter(head)
+    tokens, hidden = _text(40, 1)
+    known = 6
+    for slot in (0, 2):
+        drafter.propose([_bases(slot, tokens, hidden, 0, known - 1)])
+    while known + num_accepted + 1 < len(tokens):
+        for slot in (2, 0):
+            assert drafter.settle(slot, num_accepted) == 0
+        last = known + num_accepted
+        drafter.propose([_bases(slot, tokens, hidden, known - 1, last, drafts=slot == 0) for slot in (2, 0)])
+        known = last + 1
+    drafter.settle(0, 0)
+    fresh = _drafter(head)
+    fresh.propose([_bases(1, tokens, hidden, 0, known - 1, drafts=False)])
+    for slot in (0, 2):
+        assert drafter.cache.lengths[slot] == known - 1
+        for ours, theirs in zip(_held(drafter.cache, slot), _held(fresh.cache, 1), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_accepted", [0, 1, 2, 3])
+@torch.inference_mode()
+def test_without_refresh_the_heads_own_entries_of_accepted_tokens_stay(head, num_accepted):
+    drafter = _drafter(head, refresh=False)
+    tokens, hidden = _text(12, 2)
+    (chain,) = drafter.propose([_bases(0, tokens, hidden, 0, 7)])
+    before = [part.clone() for part in _held(drafter.cache, 0)]
+    assert drafter.cache.lengths[0] == 7 + 2  # the bases, and the own entries of the first two of three drafts
+    held = drafter.settle(0, num_accepted)
+    assert held == min(num_accepted, 2) and drafter.cache.lengths[0] == 7 + held
+    text = [*tokens[:8], *chain.token_ids[:num_accepted], 5]
+    drafter.propose([NewBases(slot=0, token_ids=text[8 + held :], hidden_BD=hidden[7 + held : 8 + num_accepted], drafts=False)])
+    after = _held(drafter.cache, 0)
+    assert drafter.cache.lengths[0] == 7 + num_accepted + 1
+    for ours, theirs in zip(after, before, strict=True):
+        assert torch.equal(ours[:, : 7 + held], theirs[:, : 7 + held])
+    fresh = _drafter(head)
+    fresh.propose([NewBases(slot=0, token_ids=text[1:], hidden_BD=hidden[: len(text) - 1], drafts=False)])
+    refreshed = _held(fresh.cache, 0)[0]
+    same = (after[0] - refreshed).abs().amax((0, 2)) < 1e-4
+    assert same[:7].all() and not same[7 : 7 + held].any()
+
+
+@torch.inference_mode()
+def test_drawn_drafts_follow_q(head):
+    """Frequencies of the first of two drafts against q, by total variation, and q of the second given the first."""
+    tokens, hidden = _text(5, 3)
+    num = 4000
+    drafter = _drafter(head, k=2, slots=num, temperature=2.0)
+    generators = [torch.Generator().manual_seed(seed) for seed in range(num)]
+    chains = drafter.propose([_bases(slot, tokens, hidden, 0, 4, generator=generators[slot]) for slot in range(num)])
+    q = chains[0].q_KV[0].double()
+    assert all(torch.allclose(chain.q_KV[0].double(), q, atol=1e-5) for chain in chains)
+    found = torch.bincount(torch.tensor([chain.token_ids[0] for chain in chains]), minlength=V).double() / num
+    bound = float((q * (1 - q) / num).sqrt().sum() / 2)
+    assert float((found - q).abs().sum() / 2) < bound + 2 / num**0.5
+    one, two = [next(chain for chain in chains if chain.token_ids[0] == first) for first in found.topk(2).indices.tolist()]
+    assert not torch.allclose(one.q_KV[1], two.q_KV[1], atol=1e-3)
+
+
+def test_no_draft_tokens_are_refused(head):
+    with pytest.raises(ValueError, match="at least 1, found 0"):
+        _drafter(head, k=0)
