@@ -26,7 +26,8 @@ class CacheWriter:
     """Writes a cache into ``path`` according to a plan that is fixed, and stored, before the first shard.
 
     Use: ``for index, sample_ids in writer.missing_shards(): writer.write_shard(index, engine.prefill(...))``, then
-    ``writer.finish()``. Shards are independent of one another. Errors: ValueError where ``path`` holds a cache begun
+    ``writer.finish()``. Several processes may have a writer on one folder, if each writes other shards and one of them
+    finishes when all are done. Errors: ValueError where ``path`` holds a cache begun
     with another identity, other samples or another shard size, or cannot be written.
     """
 
@@ -36,9 +37,6 @@ class CacheWriter:
         self._done: dict[int, ShardInfo] = {}
         with self._writing(path, needed_bytes=0):
             path.mkdir(parents=True, exist_ok=True)
-            for entry in path.iterdir():
-                if _LEFTOVER.fullmatch(entry.name):
-                    entry.unlink()
         if (path / PLAN).exists():
             begun = CachePlan.read(path)
             plan.check_continues(begun, folder=path)
@@ -75,6 +73,7 @@ class CacheWriter:
         with self._writing(path, needed_bytes=needed_bytes):
             (self.path / MANIFEST).unlink(missing_ok=True)  # while a shard is missing, the cache is not complete
             sidecar_path(path).unlink(missing_ok=True)
+            self._remove_leftovers(of=path.stem)
             if shutil.disk_usage(self.path).free < needed_bytes:  # before the target is run for nothing
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         builder = ShardBuilder(identity=self.plan.identity, num_tokens=num_tokens)
@@ -108,8 +107,18 @@ class CacheWriter:
                 f"({len(manifest.quarantined)} quarantined): nothing could be learned from this cache"
             )
         with self._writing(self.path / MANIFEST, needed_bytes=0):
+            self._remove_leftovers(of="")
             atomic_write_json(self.path / MANIFEST, manifest.to_json())
         return manifest
+
+    def _remove_leftovers(self, *, of: str) -> None:
+        """Delete what killed processes left of the files whose name begins with ``of``.
+
+        Only of a shard about to be written, or of all when all are: other processes may be writing other shards now.
+        """
+        for entry in list(self.path.iterdir()):
+            if _LEFTOVER.fullmatch(entry.name) and entry.name.startswith(f".{of}"):
+                entry.unlink(missing_ok=True)
 
     def _needed_bytes(self, num_tokens: int) -> int:
         """An upper bound of a shard's size: every token an answer, and room for its header and sidecar."""

@@ -112,6 +112,24 @@ def test_a_process_killed_from_outside_keeps_its_finished_shards(tmp_path, sourc
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
+def test_two_writers_share_the_shards_of_one_cache(tmp_path, source, contents):
+    source.write(tmp_path / "alone")
+    by_id = {sample.sample_id: sample for sample in source.samples}
+    writers = [source.writer(tmp_path / "shared") for _ in range(2)]
+    busy = tmp_path / "shared" / ".shard-00003.safetensors.123.tmp"
+    busy.write_bytes(b"another process is writing this")
+    missing = [list(writer.missing_shards()) for writer in writers]
+    for rank in (1, 0):
+        for index, sample_ids in missing[rank][rank:3:2]:
+            writers[rank].write_shard(index, [by_id[sample_id] for sample_id in sample_ids])
+    source.writer(tmp_path / "shared")  # one that comes late
+    assert busy.exists()
+    writers[1].write_shard(3, [by_id[sample_id] for sample_id in missing[1][3][1]])
+    assert not busy.exists()
+    writers[0].finish()
+    assert contents(tmp_path / "shared") == contents(tmp_path / "alone")
+
+
 @pytest.mark.parametrize("keep", [0, 1, 7, 8, 100, -2])
 @pytest.mark.parametrize("name", ["shard-00001.safetensors", "shard-00001.json"])
 def test_a_truncated_file_is_made_anew_and_nothing_else(tmp_path, source, contents, name, keep):
