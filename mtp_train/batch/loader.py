@@ -7,12 +7,17 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from mtp_train.batch.packing import pack
 from mtp_train.batch.plan import DataPlan
-from mtp_train.cache.reader import CacheReader
-from mtp_train.records import Batch
+from mtp_train.records import Batch, Sample
+
+
+class Samples(Protocol):
+    """A ``CacheReader``, or some of its samples numbered anew."""
+
+    def __getitem__(self, number: int) -> Sample: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +38,7 @@ class StepLoader:
     """
 
     def __init__(
-        self, *, reader: CacheReader, plan: DataPlan, rank: int, world_size: int, start_step: int, stop_step: int, max_prefetch: int
+        self, *, reader: Samples, plan: DataPlan, rank: int, world_size: int, start_step: int, stop_step: int, max_prefetch: int
     ) -> None:
         if max_prefetch < 1:
             raise ValueError(f"max_prefetch: expected at least 1 step, found {max_prefetch}")
