@@ -73,3 +73,15 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_llama_tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tied tiny target."""
     return write_tiny_llama(tmp_path_factory.mktemp("tiny") / "llama-tied", tied=True)
+
+
+@pytest.fixture(scope="session")
+def demo_target() -> Path:
+    """The folder of the demo's target, SmolLM2-135M-Instruct; fetched and converted once per machine (20 s)."""
+    from omegaconf import OmegaConf
+
+    from mtp_train.target.resolve import resolve_target
+
+    settings = OmegaConf.to_container(OmegaConf.load(Path(__file__).parent.parent / "conf" / "target" / "smollm2_135m.yaml"))
+    assert isinstance(settings, dict)
+    return resolve_target({str(key): value for key, value in settings.items()})

