@@ -82,8 +82,8 @@ def format_shown(shown: Shown, tokenizer: PreTrainedTokenizerBase, *, begin: int
         )
         for row in [header, *rows]
     ]
-    counted = sum(shown.loss_mask)
-    title = f"{_escape(shown.sample_id)}  category {_escape(shown.category) or 'none'}  {len(shown.token_ids)} tokens, {counted} count in the loss"
+    sizes = f"{len(shown.token_ids)} tokens, {sum(shown.loss_mask)} count in the loss"
+    title = f"{_escape(shown.sample_id)}  category {_escape(shown.category) or 'none'}  {sizes}"
     return "\n".join([title, *(line.rstrip() for line in lines)])
 
 

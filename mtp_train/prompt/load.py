@@ -193,9 +193,7 @@ def _rows(source: _Source) -> Iterator[Row]:
         return
     manifest = source.manifest
     if source.path is None and manifest.revision is None:
-        raise ValueError(
-            f"{manifest.source}: no file or folder is there, and a hub data set needs a revision (a commit), so that it stays the same; found none"
-        )
+        raise ValueError(f"{manifest.source}: no file or folder is there, and a hub data set needs a revision (a commit), found none")
     import datasets
 
     try:
@@ -227,7 +225,7 @@ def _check_unique(prompts: Sequence[Prompt]) -> None:
     for prompt in prompts:
         if prompt.prompt_id in seen:
             raise ValueError(
-                f"prompt id {prompt.prompt_id!r} occurs in {seen[prompt.prompt_id]} and in {prompt.source}: ids must be unique within a run; "
+                f"prompt id {prompt.prompt_id!r} occurs in {seen[prompt.prompt_id]} and in {prompt.source}: ids must be unique in a run; "
                 "give the sources different names (a manifest each)"
             )
         seen[prompt.prompt_id] = prompt.source

@@ -33,13 +33,13 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     return sha256_text(json.dumps(state, sort_keys=True, ensure_ascii=True))
 
 
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder on disk. Runs no code that comes with the model. ValueError where none is there."""
+def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder on disk; code that comes with it is run only where asked for. ValueError where none is there."""
     from transformers import AutoTokenizer
 
     if not path.is_dir():
         raise ValueError(f"{path}: expected a model folder with a tokenizer, found {'a file' if path.exists() else 'nothing there'}")
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: expected a tokenizer (tokenizer.json, tokenizer_config.json), found: {error}") from error

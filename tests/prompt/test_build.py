@@ -94,7 +94,7 @@ def test_counts_over_a_data_set(template):
 
 
 def test_an_empty_mask_over_the_whole_set_is_an_error(template):
-    with pytest.raises(ValueError, match="no token of the whole data set counts in the loss.*2 no_assistant_text"):
+    with pytest.raises(ValueError, match=r"no token of the whole data set counts in the loss.*2 no_assistant_text"):
         build_responses([prompt("a"), prompt("b")], template, max_length=100, policy="drop")
 
 

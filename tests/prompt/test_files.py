@@ -115,5 +115,5 @@ def test_empty_missing_and_unknown_files_are_refused(tmp_path, name):
         list(read_file(write(tmp_path, name, b"")))
     with pytest.raises(ValueError, match="nothing there"):
         list(read_file(tmp_path / "missing.jsonl"))
-    with pytest.raises(ValueError, match="suffix '.csv'"):
+    with pytest.raises(ValueError, match=r"suffix '\.csv'"):
         list(read_file(write(tmp_path, "x.csv", b"a,b")))

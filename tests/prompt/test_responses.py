@@ -79,7 +79,7 @@ def test_a_killed_process_loses_nothing_that_it_had_written(tmp_path):
 
 def test_other_settings_are_refused_with_both_values(tmp_path):
     write(tmp_path, "a")
-    with pytest.raises(ValueError, match="target_fingerprint: this run has 'bad', the folder 'f00'.*another run folder"):
+    with pytest.raises(ValueError, match=r"target_fingerprint: this run has 'bad', the folder 'f00'.*another run folder"):
         ResponseWriter(directory=tmp_path, identity={**IDENTITY, "target_fingerprint": "bad"})
     (tmp_path / "meta.json").unlink()
     with pytest.raises(ValueError, match=r"expected meta\.json"):
@@ -125,5 +125,5 @@ def test_a_broken_line_is_named(tmp_path):
         read_responses(tmp_path)
     record = json.loads(first)
     path.write_bytes(json.dumps({**record, "loss_mask": [1]}).encode() + b"\n" + second)
-    with pytest.raises(ValueError, match="line 1.*one flag per token"):
+    with pytest.raises(ValueError, match=r"line 1.*one flag per token"):
         read_responses(tmp_path)

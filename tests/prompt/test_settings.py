@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from mtp_train.prompt.load import load_prompts
 from mtp_train.prompt.manifest import read_manifest
 

@@ -67,7 +67,7 @@ def test_next_prompt_keeps_ids_that_the_tokenizer_would_not_choose():
     template = make(toks.CHATML)
     letters = [template.tokenizer.convert_tokens_to_ids(piece) for piece in "blue"]
     assert template.tokenise("blue") != tuple(letters)  # the model may well write what the tokenizer would merge
-    read = template.encode_prompt(TWO_TURNS[:1]) + (*letters, template.end_of_turn_id)
+    read = (*template.encode_prompt(TWO_TURNS[:1]), *letters, template.end_of_turn_id)
     messages = (TWO_TURNS[0], {"role": "assistant", "content": template.decode_answer(letters)}, TWO_TURNS[2])
     following = template.encode_next_prompt(read, messages)
     assert following[: len(read)] == read

@@ -60,9 +60,15 @@ MISTRAL = (
     "{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
 )
 # Closes no turn with a token of its own, so generation could not know where to stop.
-NEVER_CLOSES = "{% for m in messages %}{{ m.role + ':\n' + m.content + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
+NEVER_CLOSES = (
+    "{% for m in messages %}{{ m.role + ':\n' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
+)
 # The generation prompt ends in a space that merges with the answer's first word.
-MERGES = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+MERGES = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
 
 _SPECIAL = (
     "<|endoftext|>",
