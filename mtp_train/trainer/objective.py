@@ -103,7 +103,7 @@ class _DepthRows:
             )
         return LossChunk(
             hidden_RD=hidden_RD,
-            teacher_hidden_RD=batch.hidden_TD[self.rows.teacher_M[where]],
+            teacher_hidden_RD=self.pack.teacher_hidden_TD[self.rows.teacher_M[where]],
             label_R=batch.token_ids_T[self.rows.label_M[where]],
             top=top,
             project=self.project,

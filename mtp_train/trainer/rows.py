@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,9 +13,11 @@ from mtp_train.records import Batch
 @dataclass(frozen=True, kw_only=True)
 class Pack:
     """A batch with its loss rows per depth. ``top_M`` numbers the rows of ``batch.teacher`` that teach them, one tensor
-    per depth; it is empty (no depths) where the cache has no top-k."""
+    per depth; it is empty (no depths) where the cache has no top-k. ``teacher_hidden_TD`` are the target's hidden states as
+    cached; those in ``batch``, which the head reads, may carry noise."""
 
     batch: Batch
+    teacher_hidden_TD: torch.Tensor
     rows: tuple[LossRows, ...]
     top_M: tuple[torch.Tensor, ...]
 
@@ -26,11 +28,18 @@ class Pack:
 
     def to(self, device: torch.device) -> Pack:
         """The same pack on another device."""
+        batch = self.batch.to(device)
+        same = self.teacher_hidden_TD is self.batch.hidden_TD
         return Pack(
-            batch=self.batch.to(device),
+            batch=batch,
+            teacher_hidden_TD=batch.hidden_TD if same else self.teacher_hidden_TD.to(device, non_blocking=True),
             rows=tuple(LossRows(*(column.to(device, non_blocking=True) for column in rows)) for rows in self.rows),
             top_M=tuple(column.to(device, non_blocking=True) for column in self.top_M),
         )
+
+    def with_input(self, hidden_TD: torch.Tensor) -> Pack:
+        """The same pack where the head reads ``hidden_TD`` instead; the teacher stays."""
+        return replace(self, batch=replace(self.batch, hidden_TD=hidden_TD))
 
 
 def align(batch: Batch, *, draft_steps: int, need_top: bool) -> Pack:
@@ -40,7 +49,7 @@ def align(batch: Batch, *, draft_steps: int, need_top: bool) -> Pack:
     """
     rows = tuple(loss_rows(batch, ahead=depth + 2) for depth in range(draft_steps))
     if batch.teacher is None and not need_top:
-        return Pack(batch=batch, rows=rows, top_M=())
+        return Pack(batch=batch, teacher_hidden_TD=batch.hidden_TD, rows=rows, top_M=())
     if batch.teacher is None:
         raise ValueError(
             "losses: expected a cache with the teacher's most probable tokens, found none in this one; "
@@ -54,4 +63,4 @@ def align(batch: Batch, *, draft_steps: int, need_top: bool) -> Pack:
         raise ValueError(
             f"cache: expected the teacher's most probable tokens at every row that counts, found {missing} rows without; precompute again"
         )
-    return Pack(batch=batch, rows=rows, top_M=top_M)
+    return Pack(batch=batch, teacher_hidden_TD=batch.hidden_TD, rows=rows, top_M=top_M)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch.nn import functional
@@ -84,7 +86,7 @@ def test_topk_kl_over_all_tokens_is_forward_kl() -> None:
 
 def test_topk_kl_is_a_lower_bound_that_rises_with_the_candidates() -> None:
     values = [TopkKl()(Case(num_top=number).chunk()).detach() for number in (1, 4, 16, VOCABULARY)]
-    for fewer, more in zip(values, values[1:], strict=False):
+    for fewer, more in itertools.pairwise(values):
         assert (fewer <= more + 1e-9).all()
 
 

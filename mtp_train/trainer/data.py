@@ -1,0 +1,72 @@
+"""Which samples of a cache are trained on and which are held out to validate."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+
+from mtp_train.batch.plan import DataPlan
+from mtp_train.cache.reader import CacheReader
+from mtp_train.records import Sample
+
+
+class Subset:
+    """Some samples of a cache, numbered anew from 0."""
+
+    def __init__(self, *, reader: CacheReader, numbers: Sequence[int]) -> None:
+        self._reader, self._numbers = reader, list(numbers)
+        self.sample_ids = [reader.sample_ids[number] for number in numbers]
+        self.lengths = [reader.lengths[number] for number in numbers]
+        self.num_loss_tokens = [reader.num_loss_tokens[number] for number in numbers]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, number: int) -> Sample:
+        return self._reader[self._numbers[number]]
+
+    def fingerprint(self) -> str:
+        """128 bits of sha256 over the shards' checksums and the samples chosen: other data, another fingerprint."""
+        digest = hashlib.sha256()
+        for shard in self._reader.manifest.shards:
+            digest.update(f"{shard.sha256}\n".encode())
+        for sample_id in self.sample_ids:
+            digest.update(f"{sample_id}\n".encode())
+        return digest.hexdigest()[:32]
+
+
+def split(reader: CacheReader, *, fraction: float, seed: int) -> tuple[Subset, Subset]:
+    """The samples to train on, and about ``fraction`` of all to validate on, chosen by a hash of (seed, prompt id): which
+    side a sample falls on depends on no other sample, and all answers to one prompt fall on the same.
+
+    Errors: ValueError where one side would be left without a token that counts.
+    """
+    if not 0 <= fraction < 1:
+        raise ValueError(f"validation.fraction: expected from 0 to below 1, found {fraction}")
+    held_out = [number for number, sample_id in enumerate(reader.sample_ids) if _share(seed, sample_id) < fraction]
+    chosen = set(held_out)
+    sides = (
+        Subset(reader=reader, numbers=[number for number in range(len(reader)) if number not in chosen]),
+        Subset(reader=reader, numbers=held_out),
+    )
+    if sum(sides[0].num_loss_tokens) == 0 or (fraction > 0 and sum(sides[1].num_loss_tokens) == 0):
+        raise ValueError(
+            f"validation.fraction: expected samples with answer tokens on both sides, found {len(sides[0])} to train on and "
+            f"{len(held_out)} held out of {len(reader)}; choose another fraction, or 0 and another cache in validation.cache"
+        )
+    return sides
+
+
+def validation_packs(subset: Subset, *, tokens_per_pack: int) -> list[list[int]]:
+    """All samples of a subset in packs, always the same; a sample longer than a pack gets a larger pack."""
+    size = max(tokens_per_pack, *subset.lengths)
+    plan = DataPlan(lengths=subset.lengths, sample_ids=subset.sample_ids, seed=0, tokens_per_pack=size, packs_per_step=1)
+    return plan.epoch_packs(0)
+
+
+def _share(seed: int, sample_id: str) -> float:
+    """A number from 0 to below 1 that is uniform over prompts; ``<prompt id>#<n>`` is the id of a prompt's further answers."""
+    prompt_id = re.sub(r"#\d+$", "", sample_id)
+    digest = hashlib.blake2b(f"{seed}/{prompt_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64

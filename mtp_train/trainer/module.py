@@ -1,0 +1,53 @@
+"""The head and its objective as one module, which is what DistributedDataParallel and its like can run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import nn
+
+from mtp_train.head.base import Head
+from mtp_train.trainer.objective import Objective, Result
+from mtp_train.trainer.rows import Pack
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+Precision = Literal["bf16", "fp32"]
+Device = Literal["auto", "cpu"]
+
+
+def make_accelerator(device: Device) -> Accelerator:
+    """accelerate's view of the processes and devices. ``auto`` takes the accelerator that torch finds, else the CPU.
+
+    Precision is not accelerate's business here: ``TrainingModule`` holds the one autocast, and the loop counts its own
+    accumulation, since it divides by global row counts and not by packs.
+    """
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    if device not in ("auto", "cpu"):
+        raise ValueError(f"device: expected auto or cpu, found {device!r}")
+    parallel = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    return Accelerator(cpu=device == "cpu", mixed_precision="no", kwargs_handlers=[parallel])
+
+
+def compute_dtype(precision: Precision) -> torch.dtype:
+    """What matrix products are computed in; master weights, losses and softmaxes are float32 in either."""
+    if precision not in ("bf16", "fp32"):
+        raise ValueError(f"precision: expected bf16 or fp32, found {precision!r}")
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+class TrainingModule(nn.Module):
+    """``forward`` gives the objective of one pack: a scalar to differentiate, and sums to report."""
+
+    def __init__(self, *, head: Head, objective: Objective, precision: Precision) -> None:
+        super().__init__()
+        self.head, self.objective = head, objective
+        self._dtype = compute_dtype(precision)
+
+    def forward(self, pack: Pack, scale_K: torch.Tensor, *, measure: bool) -> Result:
+        device = pack.batch.hidden_TD.device.type
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=self._dtype == torch.bfloat16):
+            return self.objective(self.head, pack, scale_K, measure=measure)

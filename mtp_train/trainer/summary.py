@@ -1,0 +1,67 @@
+"""Turns sums over rows into the numbers that are reported: loss, loss per word and depth, agreement, expected acceptance."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mtp_train.trainer.objective import Objective
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+class Summary:
+    """Sums of ``objective.Result`` over any number of packs and ranks. Nothing waits for the device until ``report``."""
+
+    def __init__(self, *, objective: Objective, device: torch.device) -> None:
+        self._objective = objective
+        self._sums_KX = torch.zeros(objective.draft_steps, len(objective.columns), dtype=torch.float64, device=device)
+
+    def add(self, sums_KX: torch.Tensor) -> None:
+        self._sums_KX += sums_KX
+
+    def reduced(self, accelerator: Accelerator) -> list[list[float]]:
+        """The sums over all ranks, as plain numbers; every rank must call."""
+        sums: list[list[float]] = accelerator.reduce(self._sums_KX.clone(), "sum").tolist()
+        return sums
+
+    def restore(self, sums: list[list[float]]) -> None:
+        """Begin from sums that ``reduced`` gave; on one rank only, or they count once per rank."""
+        self._sums_KX += torch.tensor(sums, dtype=torch.float64, device=self._sums_KX.device)
+
+
+def to_json(sums: list[list[float]]) -> list[list[float | None]]:
+    """Sums as JSON has them: what was not measured is null."""
+    return [[None if math.isnan(number) else number for number in row] for row in sums]
+
+
+def from_json(sums: list[list[float | None]]) -> list[list[float]]:
+    return [[math.nan if number is None else number for number in row] for row in sums]
+
+
+def report(objective: Objective, sums: list[list[float]]) -> dict[str, Any]:
+    """Means over counted rows: ``loss`` (weighted as in training), ``losses`` per word and ``agreement`` and
+    ``expected_acceptance`` (sum of min(p, q)), each a list over depths; NaN where not measured or no row counts."""
+    columns = objective.columns
+    where = {name: columns.index(name) for name in columns}
+
+    def mean(name: str) -> list[float]:
+        return [row[where[name]] / row[where["rows"]] if row[where["rows"]] else math.nan for row in sums]
+
+    losses = {word: mean(word) for word in objective.terms}
+    total = sum(
+        term.weight * objective.decay**depth * losses[word][depth]
+        for word, term in objective.terms.items()
+        for depth in range(objective.draft_steps)
+        if sums[depth][where["rows"]]
+    )
+    return {
+        "loss": total,
+        "losses": losses,
+        "agreement": mean("agree"),
+        "expected_acceptance": mean("overlap"),
+        "rows": [int(row[where["rows"]]) for row in sums],
+    }

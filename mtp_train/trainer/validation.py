@@ -1,0 +1,54 @@
+"""Measures a head on samples that it is not trained on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from mtp_train.batch.packing import pack as pack_samples
+from mtp_train.runtime import progress
+from mtp_train.trainer.data import Subset, validation_packs
+from mtp_train.trainer.module import TrainingModule
+from mtp_train.trainer.rows import align
+from mtp_train.trainer.summary import Summary, report
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+BestBy = Literal["agreement", "expected_acceptance", "loss"]
+
+
+class Validator:
+    """Losses, agreement and expected acceptance with the exact teacher over all held-out samples, without noise.
+
+    The packs are shared out over the ranks. ``best_by`` names the figure that says which state of the head is best.
+    """
+
+    def __init__(self, *, accelerator: Accelerator, module: TrainingModule, subset: Subset, tokens_per_pack: int, best_by: BestBy) -> None:
+        self._accelerator, self._module, self._subset, self._best_by = accelerator, module, subset, best_by
+        packs = validation_packs(subset, tokens_per_pack=tokens_per_pack)
+        self._packs = packs[accelerator.process_index :: accelerator.num_processes]
+
+    def run(self, step: int) -> dict[str, Any]:
+        """The figures of ``summary.report`` after ``step`` steps; every rank must call."""
+        objective, device = self._module.objective, self._accelerator.device
+        summary = Summary(objective=objective, device=device)
+        ones_K = torch.ones(objective.draft_steps, device=device)
+        self._module.eval()
+        with torch.no_grad():
+            for numbers in progress(self._packs, desc=f"validate after step {step}", unit="pack"):
+                batch = pack_samples([self._subset[number] for number in numbers])
+                pack = align(batch, draft_steps=objective.draft_steps, need_top=objective.needs("topk_teacher")).to(device)
+                summary.add(self._module(pack, ones_K, measure=True).sums_KX)
+        self._module.train()
+        return report(objective, summary.reduced(self._accelerator))
+
+    def value(self, line: Mapping[str, Any]) -> float:
+        """The deciding figure of a validation, larger is better: the mean over depths, or minus the loss."""
+        if self._best_by == "loss":
+            return -float(line["loss"])
+        depths = [number for number, rows in zip(line[self._best_by], line["rows"], strict=True) if rows]
+        return sum(depths) / len(depths) if depths else -math.inf
