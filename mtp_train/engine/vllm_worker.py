@@ -1,0 +1,137 @@
+"""The process that holds one vLLM engine: reads requests as JSON lines on stdin, answers as JSON lines on stdout.
+
+``python -m mtp_train.engine.vllm_worker SPEC.json``; only ``engine/vllm_process.py`` starts it. vLLM cannot be taken
+down cleanly inside a living process, so each engine gets one of its own, and what it prints goes to stderr. Requests
+join the running batch as they come, and each is answered as it finishes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+from pathlib import Path
+from typing import Any, TextIO
+
+from mtp_train.runtime import read_json
+
+
+def _own_stdout() -> TextIO:
+    """The real stdout as our channel; everything else that writes to stdout is sent to stderr."""
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return channel
+
+
+class _Server:
+    """One vLLM engine and its two pipes."""
+
+    def __init__(self, spec: dict[str, Any], channel: TextIO) -> None:
+        from vllm import LLM
+
+        from mtp_train.engine.vllm_plugin import register
+
+        register()  # what vLLM's plugin loader does in processes of its own, for a checkout that isn't installed
+        self.channel = channel
+        self.llm = LLM(**spec["llm"])
+        self.engine = self.llm.llm_engine
+        self.waiting: dict[str, dict[str, Any]] = {}
+        self.inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        if spec["target_layer_ids"] is not None:
+            self._call("mtp_train_tap_target", spec["target_layer_ids"])
+        if spec["tap_draft"]:
+            self._call("mtp_train_tap_draft")
+        self.send({"kind": "ready", "description": self._call("mtp_train_describe")[0]})
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        return self.llm.collective_rpc(method, args=args)
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.channel.write(json.dumps(message) + "\n")
+        self.channel.flush()
+
+    def listen(self) -> None:
+        """Read stdin until it ends; None is the end."""
+        for line in sys.stdin:
+            self.inbox.put(json.loads(line))
+        self.inbox.put(None)
+
+    def serve(self) -> None:
+        """Run until stdin has ended and all is answered."""
+        threading.Thread(target=self.listen, daemon=True).start()
+        open_ended = True
+        while open_ended or self.waiting:
+            while open_ended and (not self.waiting or not self.inbox.empty()):
+                message = self.inbox.get()
+                if message is None:
+                    open_ended = False
+                else:
+                    self._receive(message)
+            if self.waiting:
+                for output in self.engine.step():
+                    if output.finished:
+                        self._answer(output)
+
+    def _receive(self, message: dict[str, Any]) -> None:
+        if message["kind"] == "take_draft":
+            self._call("mtp_train_take_draft", message["path"])
+            self.send({"kind": "take_draft", "path": message["path"]})
+            return
+        if message["kind"] == "counters":
+            self.send({"kind": "counters", **self._counters()})
+            return
+        from vllm import SamplingParams
+
+        assert message["kind"] == "request", message["kind"]
+        self.waiting[message["request_id"]] = message
+        self.engine.add_request(
+            message["request_id"], {"prompt_token_ids": message["token_ids"]}, SamplingParams(detokenize=False, **message["sampling"])
+        )
+
+    def _answer(self, output: Any) -> None:
+        request = self.waiting.pop(output.request_id)
+        completion = output.outputs[0]
+        answer: dict[str, Any] = {
+            "kind": "answer",
+            "request_id": output.request_id,
+            "token_ids": list(completion.token_ids),
+            "finish_reason": completion.finish_reason,
+        }
+        metrics = completion.spec_decode_metrics
+        if metrics is not None:
+            answer["accepted_per_step"], answer["drafted_per_step"] = metrics.per_step_accepted, metrics.per_step_drafted
+        take = request["take"]
+        if take is not None:
+            self._call("mtp_train_take_target", output.request_id, request["token_ids"], take["rows"], take["top_k"], take["path"])
+            answer["path"] = take["path"]
+        self.send(answer)
+
+    def _counters(self) -> dict[str, Any]:
+        """vLLM's own totals of this process."""
+        found = {metric.name: metric for metric in self.llm.get_metrics()}
+        prefix = "vllm:spec_decode_num_"
+        if prefix + "drafts" not in found:
+            return {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0, "accepted_per_position": []}
+        return {
+            "drafts": found[prefix + "drafts"].value,
+            "draft_tokens": found[prefix + "draft_tokens"].value,
+            "accepted_tokens": found[prefix + "accepted_tokens"].value,
+            "accepted_per_position": list(found[prefix + "accepted_tokens_per_pos"].values),
+        }
+
+
+def main() -> None:
+    """Start the engine and serve until stdin ends."""
+    channel = _own_stdout()
+    server = _Server(read_json(Path(sys.argv[1])), channel)
+    server.serve()
+    channel.close()
+    sys.stderr.flush()
+    # vLLM's shutdown handlers can hang or complain after all work is done and delivered; nothing of ours is left to do.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

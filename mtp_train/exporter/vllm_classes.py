@@ -1,0 +1,268 @@
+"""Which class of vLLM computes which graph: the table that an export is chosen by, as read from vLLM 0.32.0's sources.
+
+Every class reads (embed(x_{i+1}), the target's post-norm h_i) at rotary position i, has one decoder layer with the norm
+after attention always in place, and shares the target's embedding and lm_head when the checkpoint holds none. They differ
+in the norms, in whether the embedding is zeroed at position 0, in the projection's column order, and in what their
+decoder layer can hold. ``load_weights`` of most skips unknown tensors without a word: a head exported to the wrong row
+loads and serves other numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mtp_train.exporter.base import Rename
+
+# Families whose decoder layer, rotary embedding and norms are Llama's, in transformers and in vLLM.
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_LAYER = (
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+    "post_attention_layernorm.weight",
+)
+_QKV_BIAS = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
+_O_BIAS = ("self_attn.o_proj.bias",)
+_MLP_BIAS = ("mlp.gate_proj.bias", "mlp.up_proj.bias", "mlp.down_proj.bias")
+_QK_NORM = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+
+LayerKind = Literal["qwen2", "llama", "minicpm", "plugin"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmClass:
+    """One row. ``norms`` and ``zero_first_embedding`` None: as the export's config says (the plugin).
+
+    ``reads_target_config``: the class builds its layer from the *target's* config, which must be given
+    ``num_nextn_predict_layers`` by an override. ``prefix`` stands before the head's tensors, ``layer_prefix`` before its
+    decoder layer's. ``source``: the file under vllm/model_executor/models.
+    """
+
+    name: str
+    source: str
+    method: Literal["mtp", "eagle"]
+    architecture: str
+    model_type: str
+    norms: Mapping[str, bool] | None
+    zero_first_embedding: bool | None
+    column_order: str
+    layer: LayerKind
+    reads_target_config: bool
+    embed_norm: str | None
+    hidden_norm: str | None
+    projection: str
+    output_norm: str | None
+    layer_prefix: str
+
+    def renames(self, *, tensors: frozenset[str]) -> list[Rename]:
+        """One row per tensor of the head that this class reads; ours are head.safetensors' names."""
+        table = [Rename("projection.weight", self.projection)]
+        for ours, theirs in (
+            ("embed_norm.weight", self.embed_norm),
+            ("hidden_norm.weight", self.hidden_norm),
+            ("output_norm.weight", self.output_norm),
+        ):
+            if theirs is not None:
+                table.append(Rename(ours, theirs))
+        names = [*_LAYER, "input_layernorm.weight", *(name for name in self.optional if f"decoder.layer.{name}" in tensors)]
+        return [*table, *(Rename(f"decoder.layer.{name}", self.layer_prefix + name) for name in names)]
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Tensors of the decoder layer that some targets have and this class can hold."""
+        return {
+            "qwen2": _QKV_BIAS,
+            "llama": (*_QKV_BIAS, *_O_BIAS, *_MLP_BIAS),
+            "minicpm": (),
+            "plugin": (*_QKV_BIAS, *_O_BIAS, *_MLP_BIAS, *_QK_NORM),
+        }[self.layer]
+
+    @property
+    def fillers(self) -> dict[str, float]:
+        """Tensors that the class insists on where the head has none, and the value to fill them with.
+
+        Qwen2's layer has biases on q, k and v: left out, they stay uninitialised memory, and the head serves noise.
+        MiniCPM's class has an output norm that it never calls, and refuses to load without it.
+        """
+        if self.layer == "qwen2":
+            return {self.layer_prefix + name: 0.0 for name in _QKV_BIAS}
+        return {"model.norm.weight": 1.0} if self.layer == "minicpm" else {}
+
+
+def _norms(*on: str) -> dict[str, bool]:
+    return {name: name in on for name in ("embed", "hidden", "input", "output", "feedback")}
+
+
+CLASSES: tuple[VllmClass, ...] = (
+    VllmClass(
+        name="MiMoMTP",
+        source="mimo_mtp.py",
+        method="mtp",
+        architecture="MiMoForCausalLM",
+        model_type="qwen2",
+        norms=_norms("embed", "hidden", "input", "output", "feedback"),
+        zero_first_embedding=True,
+        column_order="hidden_embed",
+        layer="qwen2",
+        reads_target_config=True,
+        embed_norm="model.mtp_layers.0.token_layernorm.weight",
+        hidden_norm="model.mtp_layers.0.hidden_layernorm.weight",
+        projection="model.mtp_layers.0.input_proj.weight",
+        output_norm="model.mtp_layers.0.final_layernorm.weight",
+        layer_prefix="model.mtp_layers.0.",
+    ),
+    VllmClass(
+        name="ErnieMTP",
+        source="ernie_mtp.py",
+        method="mtp",
+        architecture="Ernie4_5_MoeForCausalLM",
+        model_type="ernie4_5_moe",
+        norms=_norms("embed", "hidden", "input"),
+        zero_first_embedding=True,
+        column_order="embed_hidden",
+        layer="llama",
+        reads_target_config=True,
+        embed_norm="model.mtp_emb_norm.0.weight",
+        hidden_norm="model.mtp_hidden_norm.0.weight",
+        projection="model.mtp_linear_proj.0.weight",
+        output_norm=None,
+        layer_prefix="model.mtp_block.0.",
+    ),
+    VllmClass(
+        name="EagleMiniCPMForCausalLM",
+        source="minicpm_eagle.py",
+        method="eagle",
+        architecture="EagleMiniCPMForCausalLM",
+        model_type="llama",
+        norms=_norms("embed", "hidden", "input"),
+        zero_first_embedding=False,
+        column_order="embed_hidden",
+        layer="minicpm",
+        reads_target_config=False,
+        embed_norm="model.input_norm1.weight",
+        hidden_norm="model.input_norm2.weight",
+        projection="model.fc.weight",
+        output_norm=None,
+        layer_prefix="model.eagle_layers.0.",
+    ),
+    VllmClass(
+        name="EagleMistralForCausalLM",
+        source="mistral_eagle.py",
+        method="eagle",
+        architecture="EagleMistralForCausalLM",
+        model_type="llama",
+        norms=_norms("input", "output", "feedback"),
+        zero_first_embedding=False,
+        column_order="embed_hidden",
+        layer="llama",
+        reads_target_config=False,
+        embed_norm=None,
+        hidden_norm=None,
+        projection="model.fc.weight",
+        output_norm="model.norm.weight",
+        layer_prefix="model.layers.0.",
+    ),
+    VllmClass(
+        name="EagleLlamaForCausalLM",
+        source="llama_eagle.py",
+        method="eagle",
+        architecture="EagleLlamaForCausalLM",
+        model_type="llama",
+        norms=_norms(),
+        zero_first_embedding=False,
+        column_order="embed_hidden",
+        layer="llama",
+        reads_target_config=False,
+        embed_norm=None,
+        hidden_norm=None,
+        # This class puts "model." before the names itself.
+        projection="fc.weight",
+        output_norm=None,
+        layer_prefix="layers.0.",
+    ),
+)
+
+# Ours (engine/vllm_plugin.py): any mixture of the switches, where no stock class has it.
+PLUGIN = VllmClass(
+    name="EagleMtpTrainForCausalLM",
+    source="mtp_train/engine/vllm_plugin_model.py",
+    method="eagle",
+    architecture="EagleMtpTrainForCausalLM",
+    model_type="llama",
+    norms=None,
+    zero_first_embedding=None,
+    column_order="embed_hidden",
+    layer="plugin",
+    reads_target_config=False,
+    embed_norm="model.embed_norm.weight",
+    hidden_norm="model.hidden_norm.weight",
+    projection="model.fc.weight",
+    output_norm="model.norm.weight",
+    layer_prefix="model.layers.0.",
+)
+
+
+def choose_class(
+    *, norms: Mapping[str, bool], zero_first_embedding: bool, tensors: frozenset[str], target: Any, allow_plugin: bool
+) -> VllmClass:
+    """The class that computes exactly this graph: a stock one where there is one, else the plugin.
+
+    ``target`` is the target's config (transformers'), ``tensors`` the names in head.safetensors.
+    Errors: ValueError where none computes it, or only the plugin and it isn't allowed; the message says why each stock
+    class that has the norms doesn't fit.
+    """
+    refusal = _family_refusal(target)
+    if refusal is not None:
+        raise ValueError(f"exporter=vllm: {refusal}; no class of vLLM, and not our plugin, computes such a head")
+    reasons = []
+    for row in CLASSES:
+        if dict(row.norms or {}) != dict(norms) or row.zero_first_embedding != zero_first_embedding:
+            continue
+        reason = _layer_refusal(row, tensors=tensors, target=target)
+        if reason is None:
+            return row
+        reasons.append(f"{row.name} {reason}")
+    switches = ", ".join(f"{name}={str(value).lower()}" for name, value in norms.items())
+    why = "; ".join(reasons) or f"no stock class has norms {switches} with zero_first_embedding={str(zero_first_embedding).lower()}"
+    reason = _layer_refusal(PLUGIN, tensors=tensors, target=target)
+    if reason is not None:
+        raise ValueError(f"exporter=vllm: {why}; and the plugin {reason}")
+    if not allow_plugin:
+        raise ValueError(
+            f"exporter=vllm: {why}; only our plugin computes this head: "
+            "set exporter.allow_plugin=true and install mtp-train where vLLM runs"
+        )
+    return PLUGIN
+
+
+def _family_refusal(target: Any) -> str | None:
+    if target.model_type not in _FAMILIES:
+        return f"expected a target of model_type {', '.join(_FAMILIES)}, found {target.model_type!r}"
+    if target.hidden_act != "silu":
+        return f"expected hidden_act silu, found {target.hidden_act!r}"
+    settings = target.to_dict()
+    kinds = settings.get("layer_types")
+    slides = kinds[-1] == "sliding_attention" if kinds else settings.get("sliding_window") is not None
+    if slides:
+        return "expected a head whose layer attends to the whole context, found one with a sliding window"
+    return None
+
+
+def _layer_refusal(row: VllmClass, *, tensors: frozenset[str], target: Any) -> str | None:
+    """Why this class's decoder layer cannot be the head's; None where it can."""
+    held = {f"decoder.layer.{name}" for name in (*_LAYER, "input_layernorm.weight", *row.optional)}
+    extra = sorted(name for name in tensors if name.startswith("decoder.layer.") and name not in held)
+    if extra:
+        return f"does not read {extra}"
+    head_size = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
+    if row.layer in ("qwen2", "minicpm") and head_size * target.num_attention_heads != target.hidden_size:
+        return f"needs heads of hidden_size / num_attention_heads, the target's are of size {head_size}"
+    if row.name == "ErnieMTP" and target.model_type not in ("llama", "mistral"):
+        return f"builds a Llama layer from the target's config, which is of model_type {target.model_type}"
+    return None
