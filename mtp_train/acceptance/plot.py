@@ -67,11 +67,14 @@ def rates_plot(
     return found[0]
 
 
-def groups_plot(title: str, groups: Mapping[str, list[Group]], *, quantity: str, colours: Mapping[str, int]) -> str:
-    """First-position rate (``first_position``) or acceptance length per group, heads beside one another with error bars."""
+def groups_plot(title: str, groups: Mapping[str, list[Group]], *, quantity: str, colours: Mapping[str, int], row_height: float) -> str:
+    """First-position rate (``first_position``) or acceptance length per group, heads beside one another with error bars.
+
+    ``row_height`` is the room for one group, in inches.
+    """
     labels = list(dict.fromkeys(group.label for by_head in groups.values() for group in by_head))
     counts = {group.label: group.num_prompts for by_head in groups.values() for group in by_head}
-    with _drawing(title, height=0.9 + 0.42 * max(len(labels), 3)) as (figure, axes, found):
+    with _drawing(title, height=1.1 + row_height * max(len(labels), 4)) as (figure, axes, found):
         for index, (name, by_head) in enumerate(groups.items()):
             shift = (index - (len(groups) - 1) / 2) * 0.2
             rows = [labels.index(group.label) + shift for group in by_head]
@@ -120,7 +123,7 @@ def tokens_plot(title: str, rates: Mapping[str, list[Interval]], *, colours: Map
             style = {"color": _HEADS[index % NUM_COLOURS], "marker": _MARKERS[index % len(_MARKERS)], "markersize": 5}
             axes.plot(ks, [1 + sum(values[:k]) for k in ks], label=_plain(f"{name}, measured"), **style)
             expected = [expected_tokens_per_pass(values[0], k) for k in ks]
-            axes.plot(ks, expected, label=_plain(f"{name}, if every position were as the first"), linestyle="--", fillstyle="none", **style)
+            axes.plot(ks, expected, label=_plain(f"{name}, (1 − a^(K+1)) / (1 − a)"), linestyle="--", fillstyle="none", **style)
         axes.set_xticks(range(max((len(by_position) for by_position in rates.values()), default=0) + 1))
         axes.set_xlabel("K, drafted tokens per pass")
         axes.set_ylabel("tokens per pass")
@@ -137,6 +140,7 @@ def _error_bars(axes: Axes, at: Sequence[float], values: Sequence[Interval], *, 
         "fmt": _MARKERS[index % len(_MARKERS)],
         "color": _HEADS[index % NUM_COLOURS],
         "capsize": 3,
+        "clip_on": False,
         "markersize": 6,
         "linewidth": 1.5,
         "label": _plain(label),
@@ -166,8 +170,10 @@ def _plain(text: str) -> str:
 
 
 def _legend(axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    if handles:
+    found = axes.get_legend_handles_labels()
+    pairs = sorted(zip(*found, strict=True), key=lambda pair: not hasattr(pair[0], "has_yerr"))  # error bars first, else as drawn
+    if pairs:
+        handles, labels = zip(*pairs, strict=True)
         axes.figure.legend(handles, labels, loc="outside lower center", frameon=False, ncols=2, fontsize=9, labelcolor=_INK)
 
 

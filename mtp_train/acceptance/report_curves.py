@@ -11,7 +11,7 @@ from mtp_train.acceptance.report_data import ReportData, TrainedHead
 # Keys of a metrics row that a reader of a report wants to see, with their axis. A key whose value is a list holds one
 # number per depth of the unroll, of which the first two are drawn.
 QUANTITIES = (
-    ("loss", "loss", "loss"),
+    ("loss", "loss, as weighted in training", "loss"),
     ("agreement", "agreement with the target, validation", "share of positions"),
     ("expected_acceptance", "sum of min(p, q), validation", "probability"),
     ("acceptance_length", "acceptance length during training", "tokens per pass"),
@@ -20,15 +20,15 @@ _MOST_POINTS = 300
 _DEPTHS = 2
 
 
-def training_plots(data: ReportData) -> list[str]:
-    """One SVG per quantity that any head's metrics hold, all heads in it."""
+def training_plots(data: ReportData) -> list[tuple[str, str]]:
+    """Title and SVG per quantity that any head's metrics hold, all heads in it."""
     plots = []
     for key, title, unit in QUANTITIES:
         series: list[Series] = []
         for colour, head in enumerate(data.heads):
             series += _series(head, key, colour)
         if series:
-            plots.append(lines_plot(title, series, x="training step", y=unit))
+            plots.append((title, lines_plot(title, series, x="training step", y=unit)))
     return plots
 
 
@@ -45,7 +45,8 @@ def _series(head: TrainedHead, key: str, colour: int) -> list[Series]:
             points = [(float(row["step"]), _value(row[key], depth)) for row in here]
             name = f"{head.name}, {split}" if key == "loss" or len(splits) > 1 else head.name
             label = name if depths == 1 else f"{name}, depth {depth}"
-            found.append(Series(label, colour, _averaged(points)))
+            if any(y is not None for _, y in points):
+                found.append(Series(label, colour, _averaged(points)))
     return found
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import types
 from dataclasses import dataclass, field
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from mtp_train.acceptance.identity import Identity
 from mtp_train.records import Acceptance
+
+Part = TypeVar("Part")
 
 FORMAT_VERSION = 1
 ESTIMATE = "estimate"  # Acceptance.measured_by of the walk over the cache
@@ -129,7 +131,8 @@ class ReportData:
         for item in (*self.measurements, *self.answers, *self.aims):
             if item.head not in heads or item.prompt_set not in sets:
                 raise ValueError(
-                    f"report: {type(item).__name__}: expected one of the heads {heads} and prompt sets {sets}, found {item.head!r} on {item.prompt_set!r}"
+                    f"report: {type(item).__name__}: expected one of the heads {heads} and prompt sets {sets}, "
+                    f"found {item.head!r} on {item.prompt_set!r}"
                 )
 
 
@@ -147,6 +150,11 @@ def from_json(document: Any) -> ReportData:
         found = document.get("format_version") if isinstance(document, dict) else type(document).__name__
         raise ValueError(f"report: expected format_version {FORMAT_VERSION}, found {found!r}; write the report again with evaluate")
     return cast(ReportData, _decode(ReportData, document, "report"))
+
+
+def part_from_json(kind: type[Part], document: Any) -> Part:
+    """One record of a report (a ``Measurement``, a ``TrainedHead``, ...) back from JSON, checked field by field."""
+    return cast(Part, _decode(kind, document, kind.__name__))
 
 
 def _decode(kind: Any, value: Any, where: str) -> Any:

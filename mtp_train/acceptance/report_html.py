@@ -44,7 +44,7 @@ def page(data: ReportData, summary: Summary) -> str:
         sections=[_section(section, colours) for section in summary.sections],
         verdicts=summary.verdicts,
         breakdowns=_breakdowns(summary, colours),
-        curves=[_markup(svg) for svg in training_plots(data)],
+        curves=[(title, _markup(svg)) for title, svg in training_plots(data)],
         answers=_answers(data),
         legend=LEGEND,
         short=_short_provenance(data.provenance),
@@ -152,12 +152,16 @@ def _breakdowns(summary: Summary, colours: dict[str, int]) -> list[dict[str, Any
     contexts = {head: by_context(acceptance) for head, acceptance in pooled.items()}
     return [
         {
-            "plot": _markup(groups_plot(f"{label}: first position by category", categories, quantity="first_position", colours=colours)),
+            "plot": _markup(
+                groups_plot(f"{label}: first position by category", categories, quantity="first_position", colours=colours, row_height=0.75)
+            ),
             "title": "By category",
             "caption": f"First-position rate on {label}; in brackets the number of prompts. Few prompts make wide intervals.",
         },
         {
-            "plot": _markup(groups_plot("acceptance length by context length", contexts, quantity="acceptance_length", colours=colours)),
+            "plot": _markup(
+                groups_plot("acceptance length by context length", contexts, quantity="acceptance_length", colours=colours, row_height=0.5)
+            ),
             "title": "By context length",
             "caption": "Acceptance length by the prompt's length in tokens, over all prompt sets decoded this way: what kind of text "
             "fills a bin differs too.",
@@ -165,8 +169,8 @@ def _breakdowns(summary: Summary, colours: dict[str, int]) -> list[dict[str, Any
         {
             "plot": _markup(tokens_plot(f"{label}: tokens per pass by draft length", {f.head: f.rates for f in shown}, colours=colours)),
             "title": "By draft length",
-            "caption": "Tokens per pass of the target if drafting were cut at K. The dashed line, (1 − a^(K+1)) / (1 − a) with a the "
-            "first-position rate, is what later positions lose against.",
+            "caption": "Tokens per pass of the target if drafting were cut at K. Dashed: (1 − a^(K+1)) / (1 − a) with a the "
+            "first-position rate, as if every position were like the first.",
         },
     ]
 

@@ -12,7 +12,8 @@ from mtp_train.acceptance.report_table import engines, estimate_note, section_ta
 
 def markdown(data: ReportData, summary: Summary) -> str:
     """The whole report but its plots."""
-    lines = [f"# {escape(data.title)}", "", f"Target: {escape(', '.join(f'{key} {value}' for key, value in data.target.items()))}", ""]
+    target = ", ".join(str(value) if key == "name" else f"{key} {value}" for key, value in data.target.items())
+    lines = [f"# {escape(data.title)}", "", f"Target: {escape(target)}", ""]
     for section in summary.sections:
         table = section_table(section)
         lines += [f"## {escape(section.prompt_set.label)}: {escape(section.way.text)}", ""]
@@ -44,7 +45,8 @@ def markdown(data: ReportData, summary: Summary) -> str:
 
 
 LEGEND = (
-    "Rate at position i: accepted at i / drafts, unconditional, as vLLM counts. Acceptance length: 1 + accepted / drafts, the bonus token counted.",
+    "Rate at position i: accepted at i / drafts, unconditional, as vLLM counts. "
+    "Acceptance length: 1 + accepted / drafts, the bonus token counted.",
     "[low, high]: 95% bootstrap interval over prompts (2000 resamples); differences are paired over the same prompts.",
     "The estimate unrolls the head over the target's own answers and walks over them as a decoder would, without decoding.",
 )

@@ -247,5 +247,5 @@ def identity_text(figures: Figures) -> str | None:
     ties = sum(difference.is_tie for difference in identity.differences)
     others = len(identity.differences) - ties
     if identity.holds:
-        return start + f"; the other {ties} part where the target's two best logits tie."
-    return start + f"; {ties} part at ties of the target's two best logits, and {others} part where there is no tie."
+        return start + f"; at the first difference of the other {ties}, the target's two best logits tie."
+    return start + f"; of the first differences, {ties} are ties of the target's two best logits, and {others} are not."

@@ -35,7 +35,7 @@ def section_table(section: Section) -> Table:
     if section.measured and section.estimates:
         estimates = [section.estimate_of(figures.head) for figures in shown]
         rows.append(Row("estimate", "estimate, position 1", [NONE if e is None else interval_text(e.rates[0]) for e in estimates]))
-        rows.append(Row("estimate", "estimate, acceptance length", [NONE if e is None else interval_text(e.length) for e in estimates]))
+        rows.append(Row("estimate", "estimate, length", [NONE if e is None else interval_text(e.length) for e in estimates]))
     if any(figures.tokens_per_s is not None for figures in shown):
         rows.append(Row("speed", "tokens/s with drafts", [_number(figures.tokens_per_s, 1) for figures in shown]))
         rows.append(Row("speed", "tokens/s without", [_number(figures.plain_tokens_per_s, 1) for figures in shown]))

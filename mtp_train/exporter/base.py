@@ -21,6 +21,8 @@ import torch
 
 from mtp_train.checkpoint import read_head_config, read_head_tensors
 from mtp_train.runtime import atomic_write_json, fsync_directory, provenance, read_json, sha256_file
+from mtp_train.target.files import read_model_config
+from mtp_train.target.spec import fingerprint
 
 FORMAT_VERSION = 1
 MANIFEST = "export.json"  # written last: identity, proof, sha256 of every file
@@ -69,17 +71,16 @@ class Exporter(ABC):
 def read_source(checkpoint: Path, target_path: Path) -> Source:
     """Read a checkpoint and the config of its target.
 
-    Errors: ValueError where the checkpoint is none or damaged, or was trained on a target of other sizes.
+    Errors: ValueError where the checkpoint is none or damaged, or was trained on another target.
     """
     head = read_head_config(checkpoint)
-    target_config = read_json(target_path / "config.json")
-    trained_on = head["target"].get("config")
-    for key in ("model_type", "hidden_size", "vocab_size", "num_hidden_layers"):
-        if trained_on is not None and key in trained_on and trained_on[key] != target_config.get(key):
-            raise ValueError(
-                f"{target_path / 'config.json'}: expected {key} {trained_on[key]!r}, as of the target that {checkpoint} was trained on, "
-                f"found {target_config.get(key)!r}; point target.path= at that target"
-            )
+    target_config = read_model_config(target_path)
+    expected, found = head["target"].get("fingerprint"), fingerprint(target_path)
+    if expected != found:
+        raise ValueError(
+            f"{target_path}: expected the target that {checkpoint} was trained on ({head['target'].get('name')}, "
+            f"weights sha256 {expected}), found weights of sha256 {found}; point target.path= at that target"
+        )
     return Source(
         checkpoint=checkpoint, head=head, tensors=read_head_tensors(checkpoint), target_path=target_path, target_config=target_config
     )
@@ -122,7 +123,7 @@ def identity_of(source: Source, *, word: str, settings: Mapping[str, Any]) -> di
     return {
         "format_version": FORMAT_VERSION,
         "exporter": word,
-        "settings": dict(settings),
+        "settings": json.loads(json.dumps(dict(settings))),  # as it is read back: tuples are lists there
         "head": source.head["head"],
         "head_weights_sha256": source.head["weights_sha256"],
         "head_settings_sha256": _sha256_json({key: source.head[key] for key in ("head", "method", "hidden_state", "settings", "target")}),

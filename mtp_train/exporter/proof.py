@@ -2,24 +2,122 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
+from mtp_train.exporter.graph import PairGraph
+
+PROBE = "probe.safetensors"
+# How far logits and hidden states of an export may lie from the trained head's, as a share of the largest magnitude. float32:
+# other kernels and other orders of summation (measured: 1e-6 to 3e-6). bfloat16: weights rounded to 8 bits.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
+# Tokens and depths over which each tensor is perturbed: enough for every part of the graph to take part.
+_PERTURBED_TOKENS, _PERTURBED_DEPTHS, _LEAST_TOKENS = 24, 2, 4
 # A tensor counts only if moving it moves some logit by this share of the largest one; float32 rounding stays below.
 _MATTERS = 1e-5
 
 LogitsOf = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 
 
+class ProbeSample(NamedTuple):
+    """One sample that the trained head was run on. ``token_ids_T`` and ``hidden_TD`` (the target's, post-norm) are its
+    inputs. ``expected_hidden`` and ``expected_logits`` hold, per depth k, what the head gave at the rows 0 .. T - 2 - k, which
+    read a token of the sample."""
+
+    token_ids_T: torch.Tensor
+    hidden_TD: torch.Tensor
+    expected_hidden: tuple[torch.Tensor, ...]
+    expected_logits: tuple[torch.Tensor, ...]
+
+
+def read_probe(checkpoint: Path) -> list[ProbeSample]:
+    """Read the probe that ``train`` wrote beside a head.
+
+    Errors: ValueError where there is none, or it holds no sample of at least two tokens.
+    """
+    from safetensors.torch import load_file
+
+    path = checkpoint / PROBE
+    if not path.is_file():
+        raise ValueError(f"{path}: expected the probe that train writes beside a head, found none; finish or repeat the training")
+    tensors = load_file(path)
+    num_depths = sum(name.startswith("logits_") for name in tensors)
+    bounds = tensors["bounds"].tolist()
+    samples = []
+    for first, last in itertools.pairwise(bounds):
+        ends = [last - 1 - depth for depth in range(num_depths) if last - 1 - depth > first]
+        if ends:
+            samples.append(
+                ProbeSample(
+                    tensors["token_ids_T"][first:last],
+                    tensors["hidden_TD"][first:last].float(),
+                    tuple(tensors[f"hidden_{depth}_TD"][first:end].float() for depth, end in enumerate(ends)),
+                    tuple(tensors[f"logits_{depth}_TV"][first:end].float() for depth, end in enumerate(ends)),
+                )
+            )
+    if not samples:
+        raise ValueError(f"{path}: expected a sample of at least two tokens, found none; repeat the training with longer samples")
+    return samples
+
+
+def prove(graph: PairGraph, tensors: Mapping[str, torch.Tensor], probe: list[ProbeSample], *, dtype: str) -> dict[str, Any]:
+    """Compare the exported graph with the trained head on its probe, then perturb each tensor; what the manifest says of it.
+
+    ``tensors`` are the graph's, as read back from the export; ``dtype`` what they were written in.
+    Errors: ValueError where logits or hidden states lie outside ``TOLERANCE``, or a tensor moves nothing.
+    """
+    tolerance = TOLERANCE[dtype]
+    worst = {"hidden": 0.0, "logits": 0.0}
+    num_rows = 0
+    graph.load(tensors)
+    for number, sample in enumerate(probe):
+        steps = graph.unroll(token_ids_T=sample.token_ids_T, hidden_TD=sample.hidden_TD, num_depths=len(sample.expected_logits))
+        for depth, (step, hidden, logits) in enumerate(zip(steps, sample.expected_hidden, sample.expected_logits, strict=True)):
+            for what, expected, found in (("hidden", hidden, step.hidden_TD), ("logits", logits, step.logits_TV)):
+                where = f"{what} of probe sample {number} at depth {depth}"
+                difference = compare(where, expected=expected, found=found[: expected.shape[0]], tolerance=tolerance)
+                worst[what] = max(worst[what], difference)
+            num_rows += logits.shape[0]
+    longest = max(probe, key=lambda sample: sample.token_ids_T.shape[0])
+    if longest.token_ids_T.shape[0] < _LEAST_TOKENS:
+        raise ValueError(
+            f"{PROBE}: expected a sample of at least {_LEAST_TOKENS} tokens, for every tensor to take part, found "
+            f"{longest.token_ids_T.shape[0]}; repeat the training with longer samples"
+        )
+
+    def logits_of(changed: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        graph.load(changed)
+        token_ids_T, hidden_TD = longest.token_ids_T[:_PERTURBED_TOKENS], longest.hidden_TD[:_PERTURBED_TOKENS]
+        steps = graph.unroll(token_ids_T=token_ids_T, hidden_TD=hidden_TD, num_depths=_PERTURBED_DEPTHS)
+        return torch.cat([step.logits_TV[: token_ids_T.shape[0] - 1 - depth] for depth, step in enumerate(steps)])
+
+    moved = every_tensor_matters(tensors, logits_of)
+    graph.load(tensors)
+    return {
+        "compared_with": PROBE,
+        "num_rows": num_rows,
+        "num_depths": max(len(sample.expected_logits) for sample in probe),
+        "tolerance": tolerance,
+        "largest_difference": worst,
+        "least_effect_of_a_tensor": min(moved.items(), key=lambda item: item[1]),
+    }
+
+
 def same_tensors(written: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]) -> None:
     """ValueError unless what was read back is what was to be written, bit for bit."""
     if set(written) != set(read):
-        raise ValueError(f"export: expected the tensors {sorted(written)} in the file, found {sorted(read)}; the disk or the writer lost some")
+        raise ValueError(
+            f"export: expected the tensors {sorted(written)} in the file, found {sorted(read)}; the disk or the writer lost some"
+        )
     for name, tensor in written.items():
         if tensor.dtype != read[name].dtype or not torch.equal(tensor, read[name]):
-            raise ValueError(f"export: expected {name} in the file as it was written, found other values; the disk or the writer damaged it")
+            raise ValueError(
+                f"export: expected {name} in the file as it was written, found other values; the disk or the writer damaged it"
+            )
 
 
 def compare(what: str, *, expected: torch.Tensor, found: torch.Tensor, tolerance: float) -> float:
@@ -60,5 +158,7 @@ def every_tensor_matters(tensors: Mapping[str, torch.Tensor], logits_of: LogitsO
         other = logits_of({**tensors, name: perturbed(tensors[name], seed=index)})
         moved[name] = float((other.double() - plain.double()).abs().max()) / scale
         if not moved[name] > _MATTERS:
-            raise ValueError(f"export: expected every tensor to change the logits, found that {name} does not; it is not part of this graph")
+            raise ValueError(
+                f"export: expected every tensor to change the logits, found that {name} does not; it is not part of this graph"
+            )
     return moved

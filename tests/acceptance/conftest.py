@@ -67,7 +67,8 @@ def make_report() -> ReportData:
     for name, rate in (("mtp", 0.34), ("eagle", 0.26)):
         for index, prompt_set in enumerate(sets):
             for temperature, measured_by in ((0.0, "hf"), (0.0, "estimate"), (1.0, "hf")):
-                acceptance = make_acceptance(rate=rate, num_prompts=40, temperature=temperature, measured_by=measured_by, seed=index)
+                seed = index + (100 if measured_by == "estimate" else 0)
+                acceptance = make_acceptance(rate=rate, num_prompts=40, temperature=temperature, measured_by=measured_by, seed=seed)
                 greedy = temperature == 0 and measured_by == "hf"
                 measurements.append(
                     Measurement(

@@ -1,0 +1,85 @@
+"""The model card of an exported head: what it computes, for which target, how it was checked, how to load it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mtp_train.exporter.base import Source
+
+_CARD = """# {head} draft head for {target}
+
+A draft head for speculative decoding, trained by mtp-train. It is no language model of its own: it reads the target's hidden
+states and drafts the tokens that the target then verifies.
+
+| | |
+|---|---|
+| head / method | `{head}` / `{method}` |
+| target | {target}, weights sha256 `{fingerprint}` |
+| reads | the target's last hidden state, `{hidden_state}` (post_norm: after the final norm, what the lm_head reads) |
+| parameters | {num_parameters:,}, float32; embedding and lm_head are the target's own and not in this folder |
+| head weights sha256 | `{sha256}` (of the checkpoint's head.safetensors) |
+
+## Graph
+
+Position i of a sequence, depth 0, reads the pair (h_i, embed(x_(i+1))) and speaks about x_(i+2); depth k reads its own state of
+depth k - 1 with embed(x_(i+1+k)), at rotary position i + k, and attends to the depth-0 keys up to i and its own base's later ones.
+
+1. e = embed(next token){zeroed}{embed_norm}; s = {hidden_norm}.
+2. u = `fc` · concat({columns}).
+3. r = `layers.0`(u): one decoder layer of the target's architecture (`{model_type}`, sizes and rotary settings as `target_config`
+   in config.json states them), {input_norm}.
+4. o = {output_norm}; logits = the target's lm_head · o.
+5. The state that depth k + 1 reads in place of h is {feedback}.
+
+| tensor | shape |
+|---|---|
+{tensors}
+
+## Load
+
+```python
+from pathlib import Path
+from mtp_train.exporter.hf import load_exported
+
+graph = load_exported(Path("this folder"), target_path=Path("the target's folder"))
+for step in graph.unroll(token_ids_T=token_ids, hidden_TD=post_norm_hidden, num_depths=3):
+    step.logits_TV  # row t: the draft of token t + depth + 2
+```
+
+## Checked
+
+Read back and run through a forward of its own, this export equals the trained head on {num_rows} rows at {num_depths} depths: largest
+difference {difference:.1e} of the largest logit (allowed: {tolerance:.0e}). Each tensor, perturbed, changes the logits.
+`export.json` holds the sha256 of every file.
+"""
+
+
+def card(source: Source, config: Mapping[str, Any], *, proof: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
+    """The card as Markdown, in words that follow the config."""
+    norms = config["norms"]
+    columns = ("s", "e") if config["column_order"] == "hidden_embed" else ("e", "s")
+    return _CARD.format(
+        head=config["head"],
+        method=config["method"],
+        target=config["target"]["name"],
+        fingerprint=config["target"]["fingerprint"],
+        hidden_state=config["hidden_state"],
+        num_parameters=sum(tensor.numel() for tensor in tensors.values()),
+        sha256=source.head["weights_sha256"],
+        zeroed=", zeroed at position 0" if config["zero_first_embedding"] else "",
+        embed_norm=", then RMSNorm `embed_norm`" if norms["embed"] else "",
+        hidden_norm="RMSNorm `hidden_norm` of the state" if norms["hidden"] else "the state as it is",
+        columns=", ".join(columns),
+        model_type=source.target_config["model_type"],
+        input_norm="with its input norm" if norms["input"] else "without its input norm",
+        output_norm="RMSNorm `norm` of r" if norms["output"] else "r",
+        feedback="o" if norms["feedback"] else "r",
+        tensors="\n".join(f"| `{name}` | {' x '.join(map(str, tensor.shape))} |" for name, tensor in sorted(tensors.items())),
+        num_rows=proof["num_rows"],
+        num_depths=proof["num_depths"],
+        difference=proof["largest_difference"]["logits"],
+        tolerance=proof["tolerance"],
+    )

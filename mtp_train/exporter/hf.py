@@ -1,0 +1,118 @@
+"""``exporter=hf``: a pair head as plain config.json and model.safetensors, which any reader can rebuild from its card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtp_train.exporter.base import Exporter, ExportResult, Rename, Source, finished_export, identity_of, publishing, read_source, rename
+from mtp_train.exporter.card import card
+from mtp_train.exporter.graph import PairGraph
+from mtp_train.exporter.proof import prove, read_probe, same_tensors
+from mtp_train.runtime import atomic_write_json, atomic_write_text, read_json
+from mtp_train.target.weights import SharedWeights, read_shared
+
+CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+FORMAT_VERSION = 1
+TABLE = (
+    Rename("embed_norm.weight", "embed_norm.weight"),
+    Rename("hidden_norm.weight", "hidden_norm.weight"),
+    Rename("projection.weight", "fc.weight"),
+    Rename("decoder.layer.*", "layers.0.*"),
+    Rename("output_norm.weight", "norm.weight"),
+)
+_SETTINGS = ("norms", "column_order", "zero_first_embedding")
+_NORMS = {"embed", "hidden", "input", "output", "feedback"}
+
+
+class HfExporter(Exporter):
+    """float32 weights under readable names, with the target's config for the layer. Embedding and lm_head are the
+    target's own and not shipped. ``overwrite``: whether another head's export in the same folder may be replaced."""
+
+    word = "hf"
+
+    def __init__(self, *, overwrite: bool) -> None:
+        self.overwrite = overwrite
+
+    def export(self, checkpoint: Path, target_path: Path, out: Path) -> ExportResult:
+        source = read_source(checkpoint, target_path)
+        config = exported_config(source)
+        identity = identity_of(source, word=self.word, settings={"format_version": FORMAT_VERSION})
+        finished = finished_export(out, identity=identity)
+        if finished is not None:
+            return finished
+        tensors = {name: tensor.contiguous() for name, tensor in rename(source.tensors, TABLE).items()}
+        with publishing(out, identity=identity, overwrite=self.overwrite) as publication:
+            _write(publication.folder, config, tensors)
+            read_config, read = _read(publication.folder)
+            if read_config != config:
+                raise ValueError(f"export: expected {CONFIG} as it was written, found another; the disk or the writer damaged it")
+            same_tensors(tensors, read)
+            graph = PairGraph(config=read_config, tensors=read, shared=read_shared(target_path))
+            publication.proof = prove(graph, read, read_probe(checkpoint), dtype="float32")
+            publication.serve = f'mtp_train.exporter.hf.load_exported(Path("{out}"), target_path=Path("{target_path}"))'
+            atomic_write_text(publication.folder / CARD, card(source, config, proof=publication.proof, tensors=read))
+        assert publication.result is not None
+        return publication.result
+
+
+def exported_config(source: Source) -> dict[str, Any]:
+    """config.json: the graph's switches, and the target's config for the layer's sizes, rotary embedding and norms.
+
+    Errors: ValueError where the head is not of this graph.
+    """
+    head = source.head
+    settings = head["settings"]
+    missing = [key for key in _SETTINGS if key not in settings]
+    if missing or set(settings["norms"]) != _NORMS:
+        raise ValueError(
+            f"exporter=hf: expected a pair head (mtp or eagle) whose settings state {_SETTINGS} and the norms {sorted(_NORMS)}, found "
+            f"{head['head']!r} without {missing or 'all of the norms'}; this format does not hold it"
+        )
+    if head["hidden_state"] != "post_norm":
+        raise ValueError(
+            f"exporter=hf: expected a head that reads post_norm hidden states, found {head['hidden_state']!r}; retrain it on them"
+        )
+    return {
+        "architectures": ["MtpTrainPairHead"],
+        "model_type": "mtp_train_pair",
+        "format_version": FORMAT_VERSION,
+        "dtype": "float32",
+        "head": head["head"],
+        "method": head["method"],
+        "hidden_state": head["hidden_state"],
+        **{key: settings[key] for key in _SETTINGS},
+        "target": {key: head["target"][key] for key in ("name", "fingerprint")},
+        "target_config": source.target_config,
+        "head_weights_sha256": head["weights_sha256"],
+    }
+
+
+def load_exported(path: Path, *, target_path: Path, shared: SharedWeights | None = None) -> PairGraph:
+    """Rebuild an exported head's graph; the target's folder gives embedding and lm_head (or ``shared`` does).
+
+    Errors: ValueError where the folder is no such export, or was made for another target.
+    """
+    config, tensors = _read(path)
+    if config.get("model_type") != "mtp_train_pair" or config.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{path / CONFIG}: expected an export by exporter=hf of format {FORMAT_VERSION}, found model_type {config.get('model_type')!r}"
+        )
+    return PairGraph(config=config, tensors=tensors, shared=read_shared(target_path) if shared is None else shared)
+
+
+def _write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    atomic_write_json(folder / CONFIG, config)
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    from safetensors.torch import load_file
+
+    if not (folder / WEIGHTS).is_file():
+        raise ValueError(f"{folder}: expected an export ({CONFIG} and {WEIGHTS}), found no {WEIGHTS}; run export exporter=hf first")
+    return read_json(folder / CONFIG), load_file(folder / WEIGHTS)
