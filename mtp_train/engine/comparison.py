@@ -1,0 +1,114 @@
+"""Brings all heads measured into one report folder together: what stands on disk becomes one ``ReportData``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mtp_train.acceptance.report_data import Aim, MarkedAnswer, Measurement, PromptSet, ReportData, TrainedHead, part_from_json
+from mtp_train.checkpoint import read_head_config
+from mtp_train.engine.base import SpeculateRequest
+from mtp_train.prompt.template import ChatTemplate
+from mtp_train.runtime import atomic_write_json, read_json
+
+_HEAD_FILE = "head.json"
+_METRICS = "metrics.jsonl"
+_STAGES = ("regenerate", "precompute")
+_LABELS = {
+    "project": ("held-out prompts", "the project's own held-out prompts in eight categories, and long ones; none near a training prompt"),
+    "gsm8k": ("GSM8K", "grade-school mathematics questions (Cobbe et al. 2021)"),
+    "humaneval": ("HumanEval", "functions to complete (Chen et al. 2021)"),
+}
+
+
+def marked_answers(
+    head: str, measurement: Measurement, requests: Sequence[SpeculateRequest], template: ChatTemplate, *, num_shown: int
+) -> tuple[MarkedAnswer, ...]:
+    """Up to ``num_shown`` answers of different categories with their tokens' texts and which were drafted."""
+    questions = {request.prompt_id: request.token_ids for request in requests}
+    shown: dict[str, MarkedAnswer] = {}
+    for prompt in measurement.acceptance.prompts:
+        if prompt.category in shown or prompt.prompt_id not in questions:
+            continue
+        shown[prompt.category] = MarkedAnswer(
+            head=head,
+            prompt_set=measurement.prompt_set,
+            prompt_id=prompt.prompt_id,
+            category=prompt.category,
+            question=_last_turn(template.decode(questions[prompt.prompt_id])),
+            token_texts=tuple(template.decode([token]) for token in prompt.token_ids),
+            accepted=prompt.accepted,
+        )
+    return tuple(list(shown.values())[:num_shown])
+
+
+def _last_turn(text: str, *, most_chars: int = 600) -> str:
+    """The end of a rendered prompt: enough to know the question by."""
+    return text if len(text) <= most_chars else "[...] " + text[-most_chars:]
+
+
+def write_head(
+    folder: Path,
+    *,
+    name: str,
+    checkpoint: Path,
+    measured: Sequence[Measurement],
+    answers: Sequence[MarkedAnswer],
+    provenance: Mapping[str, Any],
+) -> None:
+    """Keep all that the report says of one head in ``folder``, written last of its pieces."""
+    config = read_head_config(checkpoint)
+    metrics = _read_metrics(checkpoint / _METRICS)
+    made_by = config["made_by"]
+    head = TrainedHead(
+        name=name,
+        word=config["head"],
+        facts={**made_by["facts"], "settings": json.dumps(config["settings"]), "weights sha256": config["weights_sha256"][:16]},
+        metrics=tuple(metrics),
+    )
+    document = {
+        "head": asdict(head),
+        "measurements": [asdict(item) for item in measured],
+        "answers": [asdict(item) for item in answers],
+        "provenance": {f"train {name}": made_by, f"evaluate {name}": dict(provenance)},
+    }
+    atomic_write_json(folder / _HEAD_FILE, document)
+
+
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def collect(out: Path, *, target: Mapping[str, Any], run_folder: Path, aims: Sequence[Mapping[str, Any]]) -> ReportData:
+    """The report of every head whose pieces lie in ``out/pieces``, in the order of their names."""
+    documents = [read_json(path) for path in sorted((out / "pieces").glob(f"*/{_HEAD_FILE}"))]
+    heads = tuple(part_from_json(TrainedHead, document["head"]) for document in documents)
+    measurements = tuple(part_from_json(Measurement, item) for document in documents for item in document["measurements"])
+    answers = tuple(part_from_json(MarkedAnswer, item) for document in documents for item in document["answers"])
+    names = list(dict.fromkeys(item.prompt_set for item in measurements))
+    provenance: dict[str, Any] = {}
+    for stage, folder in zip(_STAGES, ("responses", "cache"), strict=True):
+        path = run_folder / folder / f"settings.{stage}.json"
+        if path.is_file():
+            provenance[stage] = read_json(path)
+    for document in documents:
+        provenance |= document["provenance"]
+    listed = [Aim(head=head.name, **aim) for aim in aims for head in heads if aim["prompt_set"] in names]
+    return ReportData(
+        title=f"Acceptance of {' and '.join(head.name for head in heads)} on {target['name']}",
+        target=dict(target),
+        heads=heads,
+        prompt_sets=tuple(
+            PromptSet(name=name, label=_LABELS.get(name, (name, ""))[0], description=_LABELS.get(name, ("", ""))[1]) for name in names
+        ),
+        measurements=measurements,
+        answers=answers,
+        aims=tuple(listed),
+        provenance=provenance,
+        notes=(),
+    )

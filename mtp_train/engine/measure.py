@@ -1,0 +1,156 @@
+"""Measures one head on one prompt set in one way, piece by piece, each kept on disk so that nothing is measured twice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mtp_train.acceptance.identity import compare
+from mtp_train.acceptance.report_data import Measurement, Plain, part_from_json
+from mtp_train.engine.base import Baseline, Engine, PrefillSettings, Sampling, SpeculateRequest, SpeculateSettings
+from mtp_train.engine.estimate_from_cache import estimate
+from mtp_train.head.base import Head
+from mtp_train.prompt.build import turns_to_answer
+from mtp_train.prompt.skips import SkipCounts
+from mtp_train.prompt.template import ChatTemplate, TemplateRefusal
+from mtp_train.records import Acceptance, Prompt, Response
+from mtp_train.runtime import atomic_write_json, log, read_json
+
+# Tokens packed into one unroll of the estimate; bounds its memory.
+_ESTIMATE_TOKENS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """Finished measurements of one head, one JSON file each. ``identity`` is what they depend on: a piece that was
+    measured under another is measured again, and the log says so."""
+
+    folder: Path
+    identity: dict[str, Any]
+
+    def get(self, key: str, settings: Any, measure: Callable[[], Measurement]) -> Measurement:
+        """The piece ``key`` from disk where it is there and of the same settings, else measured now and kept."""
+        path = self.folder / f"{key}.json"
+        stated = json.dumps({"identity": self.identity, "settings": settings}, sort_keys=True, default=str)
+        wanted = hashlib.sha256(stated.encode()).hexdigest()
+        if path.is_file():
+            found = read_json(path)
+            if found["depends_on"] == wanted:
+                log(f"evaluate: {key} is measured already")
+                return part_from_json(Measurement, found["measurement"])
+            log(f"evaluate: {key} was measured with other settings or another head, and is measured again")
+        measurement = measure()
+        atomic_write_json(path, {"depends_on": wanted, "measurement": asdict(measurement)})
+        return measurement
+
+
+def requests_of(prompts: Sequence[Prompt], template: ChatTemplate, *, max_length_tokens: int) -> tuple[list[SpeculateRequest], SkipCounts]:
+    """The first turn of each prompt as token ids; what the template refuses or what is too long is counted."""
+    counts = SkipCounts(num_rows=len(prompts))
+    requests = []
+    for prompt in prompts:
+        try:
+            encoded = template.encode_prompt(turns_to_answer(prompt)[0])
+            if len(encoded) >= max_length_tokens:
+                raise TemplateRefusal("prompt_too_long", f"{len(encoded)} tokens leave no room for an answer within {max_length_tokens}")
+        except TemplateRefusal as refusal:
+            counts.skip(refusal.skip, row=prompt.prompt_id)
+            continue
+        requests.append(SpeculateRequest(prompt_id=prompt.prompt_id, category=prompt.category, token_ids=encoded))
+    counts.num_kept = len(requests)
+    if not requests:
+        raise ValueError(f"prompt set: expected prompts to decode, found none: {counts.summary()}")
+    return requests, counts
+
+
+def decode(
+    *,
+    head: str,
+    prompt_set: str,
+    engine: Engine,
+    requests: Sequence[SpeculateRequest],
+    draft: Path,
+    settings: SpeculateSettings,
+    plain: bool,
+) -> Measurement:
+    """Speculative decoding of a prompt set, and plain decoding of the same where asked, in the same process."""
+    acceptance = engine.speculate(requests, draft, settings)
+    found = _plain(engine.baseline(requests, settings)) if plain else None
+    return Measurement(head=head, prompt_set=prompt_set, acceptance=acceptance, plain=found, identity=None)
+
+
+def prove_identity(
+    *, head: str, prompt_set: str, engine: Engine, requests: Sequence[SpeculateRequest], draft: Path, settings: SpeculateSettings
+) -> Measurement:
+    """Greedy decoding with and without drafts on the same prompts, compared token for token."""
+    acceptance = engine.speculate(requests, draft, settings)
+    baseline = engine.baseline(requests, settings)
+    identity = compare(
+        prompts={request.prompt_id: request.token_ids for request in requests},
+        plain=baseline.token_ids,
+        speculated={prompt.prompt_id: prompt.token_ids for prompt in acceptance.prompts},
+        logit_gap=engine.logit_gap,
+    )
+    return Measurement(head=head, prompt_set=prompt_set, acceptance=acceptance, plain=_plain(baseline), identity=identity)
+
+
+def _plain(baseline: Baseline) -> Plain:
+    return Plain(num_tokens=sum(len(ids) for ids in baseline.token_ids.values()), wall_s=baseline.wall_s)
+
+
+def estimate_from_answers(
+    *,
+    head: str,
+    prompt_set: str,
+    engine: Engine,
+    load: Callable[[Path], Head],
+    draft: Path,
+    requests: Sequence[SpeculateRequest],
+    answers: Acceptance,
+    settings: SpeculateSettings,
+) -> Measurement:
+    """The acceptance estimate on the answers that speculation wrote, which are the target's own: prefilled, unrolled, walked."""
+    trained = load(draft)
+    asked = {request.prompt_id: request for request in requests}
+    responses = [
+        Response(
+            prompt_id=prompt.prompt_id,
+            token_ids=asked[prompt.prompt_id].token_ids + prompt.token_ids,
+            loss_mask=(False,) * len(asked[prompt.prompt_id].token_ids) + (True,) * len(prompt.token_ids),
+            messages=(),
+            finish_reason="stop",
+            category=prompt.category,
+            source=prompt_set,
+        )
+        for prompt in answers.prompts
+    ]
+    acceptance = estimate(
+        trained,
+        engine.prefill(responses, PrefillSettings(target_layer_ids=(), top_k=None)),
+        num_speculative_tokens=settings.num_speculative_tokens,
+        draft_sampling=settings.draft_sampling,
+        sampling=settings.sampling,
+        max_batch_tokens=_ESTIMATE_TOKENS,
+        device=next(trained.parameters()).device,
+    )
+    return Measurement(head=head, prompt_set=prompt_set, acceptance=acceptance, plain=None, identity=None)
+
+
+def speculate_settings(
+    *, decoding: dict[str, Any], way: dict[str, Any], max_new_tokens: int, seed: int, batch_size: int
+) -> SpeculateSettings:
+    """The engine's settings from those of the command line."""
+    if decoding["scheme"] != "chain":
+        raise ValueError(f"decoding.scheme: expected chain, found {decoding['scheme']!r}")
+    return SpeculateSettings(
+        num_speculative_tokens=decoding["num_speculative_tokens"],
+        draft_sampling=way["draft_sampling"],
+        sampling=Sampling(temperature=way["temperature"], top_p=way["top_p"], max_new_tokens=max_new_tokens, seed=seed),
+        batch_size=batch_size,
+        refresh=decoding["refresh"],
+        ignore_eos=False,
+    )

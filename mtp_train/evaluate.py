@@ -1,0 +1,133 @@
+"""Real speculative decoding on held-out prompts: a trained head -> report/.
+
+The engine drafts with the head, verifies with the target and counts what is accepted; the same prompts are decoded without drafts, and
+acceptance is estimated without decoding, so that each figure can be held against another. Every piece is kept as it is
+finished: an interrupted run continues. All heads measured into one report folder stand side by side in its page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtp_train.runtime import log
+from mtp_train.stage import OpenTarget, build, head_loader, open_target, plain, stage, start
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from mtp_train.acceptance.report_data import Measurement
+    from mtp_train.engine.base import Engine, SpeculateRequest
+    from mtp_train.head.base import Head
+
+
+def _engine(cfg: DictConfig, target: OpenTarget, **changed: Any) -> Engine:
+    node = plain(cfg.engine) | changed
+    engine: Engine = build(node, target_path=target.path, trust_remote_code=target.trust_remote_code, load_head=head_loader(target))
+    return engine
+
+
+def _prompt_sets(cfg: DictConfig, target: OpenTarget) -> dict[str, list[SpeculateRequest]]:
+    from mtp_train.engine.measure import requests_of
+    from mtp_train.prompt.load import load_prompts
+
+    found = {}
+    for name, node in plain(cfg.prompt_sets).items():
+        prompts, counts = load_prompts(**node)
+        log(f"{name}: {counts.summary()}")
+        found[name], skipped = requests_of(prompts, target.template, max_length_tokens=cfg.max_length_tokens)
+        if skipped.num_skipped:
+            log(f"{name}: {skipped.summary()}")
+    return found
+
+
+def _loader(target: OpenTarget, engine: Engine) -> Callable[[Path], Head]:
+    """Rebuilds a head in the engine's dtype, for the estimate."""
+
+    def load(path: Path) -> Head:
+        import torch
+
+        from mtp_train.target.weights import read_shared
+
+        dtype: torch.dtype = getattr(torch, engine.dtype)
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+        assert device is not None
+        return head_loader(target)(path, read_shared(target.path).to(device=device, dtype=dtype)).to(device=device, dtype=dtype)
+
+    return load
+
+
+@stage("evaluate")
+def main(cfg: DictConfig) -> None:
+    from mtp_train.checkpoint import read_head_config
+
+    checkpoint = Path(cfg.checkpoint)
+    head = read_head_config(checkpoint)
+    target = open_target(cfg.target)
+    prompt_sets = _prompt_sets(cfg, target)
+    run = start(cfg, stage_name=f"evaluate.{cfg.name}")
+
+    from mtp_train.acceptance.report import print_summary, write_report
+    from mtp_train.engine.comparison import collect, marked_answers, write_head
+    from mtp_train.engine.measure import Pieces, decode, estimate_from_answers, prove_identity, speculate_settings
+
+    engine = _engine(cfg, target)
+    depends_on = {"head": head["weights_sha256"], "target": target.identity(), "engine": plain(cfg.engine), "version": engine.version}
+    pieces = Pieces(folder=run.out / "pieces" / cfg.name, identity=depends_on)
+    measured: list[Measurement] = []
+    for way_name, way in plain(cfg.ways).items():
+        settings = speculate_settings(
+            decoding=plain(cfg.decoding), way=way, max_new_tokens=cfg.max_new_tokens, seed=cfg.seed, batch_size=cfg.batch_size
+        )
+        for set_name in (name for name in way["prompt_sets"] if name in prompt_sets):
+            requests = prompt_sets[set_name]
+            stated = [str(settings), way["plain"], [request.token_ids for request in requests]]
+            log(f"evaluate: {cfg.name} on {set_name}, {way_name}, {len(requests)} prompts")
+            where = {"head": cfg.name, "prompt_set": set_name, "requests": requests, "settings": settings}
+            decoded = pieces.get(
+                f"{set_name}.{way_name}", stated, partial(decode, engine=engine, draft=checkpoint, plain=way["plain"], **where)
+            )
+            measured.append(decoded)
+            if way["estimate"]:
+                stated.append([prompt.token_ids for prompt in decoded.acceptance.prompts])
+                walk = partial(
+                    estimate_from_answers,
+                    engine=engine,
+                    draft=checkpoint,
+                    answers=decoded.acceptance,
+                    load=_loader(target, engine),
+                    **where,
+                )
+                measured.append(pieces.get(f"{set_name}.{way_name}.estimate", stated, walk))
+    if cfg.identity.num_prompts != 0 and cfg.identity.prompt_set in prompt_sets:
+        requests = prompt_sets[cfg.identity.prompt_set][: cfg.identity.num_prompts]
+        greedy = {"temperature": 0.0, "top_p": 1.0, "draft_sampling": "greedy"}
+        settings = speculate_settings(
+            decoding=plain(cfg.decoding), way=greedy, max_new_tokens=cfg.identity.max_new_tokens, seed=cfg.seed, batch_size=cfg.batch_size
+        )
+        log(f"evaluate: {cfg.name}, float32: is speculation plain greedy decoding, on {len(requests)} prompts")
+
+        def prove() -> Measurement:
+            exact = _engine(cfg, target, dtype="float32")
+            where = {"head": cfg.name, "prompt_set": cfg.identity.prompt_set}
+            return prove_identity(**where, engine=exact, requests=requests, draft=checkpoint, settings=settings)
+
+        measured.append(pieces.get("identity", [str(settings), [request.token_ids for request in requests]], prove))
+    first = next(iter(prompt_sets))
+    write_head(
+        pieces.folder,
+        name=cfg.name,
+        checkpoint=checkpoint,
+        measured=measured,
+        answers=marked_answers(cfg.name, measured[0], prompt_sets[first], target.template, num_shown=cfg.num_shown),
+        provenance={"settings": run.settings, "machine": run.provenance, "engine": engine.describe()},
+    )
+    data = collect(run.out, target=target.spec.as_dict(), run_folder=Path(cfg.run), aims=plain(cfg.aims))
+    write_report(data, run.out)
+    print_summary(data, run.out)
+
+
+if __name__ == "__main__":
+    main()
