@@ -66,6 +66,12 @@ def stage(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], No
                 return
             import hydra
 
+            try:
+                sys.argv[1:] = _with_experiment(name, sys.argv[1:])
+            except ValueError as error:
+                print(f"mtp-train {name}: {error}", file=sys.stderr)
+                sys.exit(2)
+
             def job(cfg: DictConfig) -> None:
                 try:
                     main(cfg)
@@ -92,6 +98,7 @@ def _help(name: str, *, purpose: str, words: list[str]) -> str:
     groups = [
         group for group in sorted(p.name for p in conf.iterdir() if p.is_dir()) if re.search(rf"^ *- (override )?/?{group}: ", text, re.M)
     ]
+    groups.append("experiment")
     choices = {group: sorted(p.stem for p in (conf / group).glob("*.yaml")) for group in groups}
     shown = [(f"{name}.yaml", text)]
     for word in words:
@@ -101,6 +108,21 @@ def _help(name: str, *, purpose: str, words: list[str]) -> str:
     body = "\n".join(f"# --- {title}\n{content}" for title, content in shown)
     listed = "\n".join(f"  {group}: {', '.join(found)}" for group, found in choices.items()) or "  none"
     return _HELP.format(purpose=purpose, name=name, groups=listed, primary=f"{name}.yaml", settings=body)
+
+
+def _with_experiment(name: str, words: list[str]) -> list[str]:
+    """Put the settings that ``experiment=<word>`` holds for this stage in the word's place; the command line's own win.
+
+    ``conf/experiment/<word>.yaml`` maps each stage to a list of settings as one would type them, so that one word carries
+    a run through all stages and an unknown key is an error as always. Errors: ValueError for an unknown experiment.
+    """
+    chosen = [word for word in words if word.startswith("experiment=")]
+    if not chosen:
+        return words
+    settings = load_word("experiment", chosen[-1].partition("=")[2]).get(name, [])
+    typed = {word.partition("=")[0].lstrip("+~") for word in words}
+    kept = [setting for setting in settings if setting.partition("=")[0].lstrip("+~") not in typed]
+    return kept + [word for word in words if word not in chosen]
 
 
 def plain(node: Any) -> Any:
