@@ -80,7 +80,7 @@ def groups_plot(title: str, groups: Mapping[str, list[Group]], *, quantity: str,
             rows = [labels.index(group.label) + shift for group in by_head]
             values = [group.rates[0] if quantity == "first_position" else group.length for group in by_head]
             _error_bars(axes, rows, values, index=colours[name], label=name, sideways=True)
-        axes.set_yticks(range(len(labels)), [f"{_plain(label)} ({counts[label]})" for label in labels])
+        axes.set_yticks(range(len(labels)), [f"{_plain(label, longest=24)} ({counts[label]})" for label in labels])
         axes.set_ylim(len(labels) - 0.5, -0.5)
         axes.set_xlabel("first position: accepted / drafts" if quantity == "first_position" else "acceptance length, tokens per pass")
         axes.set_xlim(left=0 if quantity == "first_position" else 1)
@@ -164,8 +164,11 @@ def _hollow(axes: Axes, at: Sequence[float], values: Sequence[Interval], *, inde
     )
 
 
-def _plain(text: str) -> str:
-    """Text that matplotlib draws as it stands: no formulas, and no leading underscore, which would hide a legend's entry."""
+def _plain(text: str, *, longest: int = 36) -> str:
+    """Text that matplotlib draws as it stands, on one line and cut where it is too long for a plot: no formulas, and no
+    leading underscore, which would hide a legend's entry."""
+    text = " ".join(text.split())
+    text = text if len(text) <= longest else text[: longest - 1] + "…"
     return ("\u200b" + text if text.startswith("_") else text).replace("$", r"\$")
 
 
@@ -204,7 +207,7 @@ def _drawing(title: str, *, height: float = 3.4) -> Iterator[tuple[Figure, Axes,
         "ytick.labelcolor": _INK,
     }
     with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(5.6, height), layout="constrained")
+        figure = Figure(figsize=(5.0, height), layout="constrained")
         FigureCanvasSVG(figure)
         figure.patch.set_visible(False)
         axes = figure.add_subplot()
