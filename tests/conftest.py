@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# One thread keeps sums in one order, and tests side by side out of each other's way. Read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -61,6 +64,17 @@ def write_tiny_llama(path: Path, *, tied: bool = False, seed: int = 0, vocab_siz
     model.save_pretrained(path)
     write_tokenizer(path)
     return path
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests marked ``engine`` or ``gpu`` skip themselves, with the reason, where what they need is not there."""
+    if item.get_closest_marker("engine") and importlib.util.find_spec("vllm") is None:
+        pytest.skip("needs vLLM: tools/setup.sh --engine")
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs an accelerator")
 
 
 @pytest.fixture(scope="session")
