@@ -31,7 +31,7 @@ class _Kl(torch.autograd.Function):
     """KL of two softmaxes from their logits; its gradient to the second's logits, q - p, is made on the way."""
 
     @staticmethod
-    def forward(ctx: Any, logits_RV: torch.Tensor, teacher_RV: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, logits_RV: torch.Tensor, teacher_RV: torch.Tensor) -> torch.Tensor:
         wide = torch.promote_types(logits_RV.dtype, torch.float32)
         value_R = torch.empty(logits_RV.shape[0], dtype=wide, device=logits_RV.device)
         grad_RV = torch.empty_like(logits_RV)
@@ -46,6 +46,6 @@ class _Kl(torch.autograd.Function):
         return value_R
 
     @staticmethod
-    def backward(ctx: Any, grad_R: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_R: torch.Tensor) -> tuple[torch.Tensor, None]:
         (grad_RV,) = ctx.saved_tensors
         return scale_rows_(grad_RV, grad_R), None

@@ -37,9 +37,7 @@ class _BucketKl(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, logits_RV: torch.Tensor, ids_RC: torch.Tensor, log_probs_RC: torch.Tensor, tail_R: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, logits_RV: torch.Tensor, ids_RC: torch.Tensor, log_probs_RC: torch.Tensor, tail_R: torch.Tensor) -> torch.Tensor:
         wide = torch.promote_types(logits_RV.dtype, torch.float32)
         log_p_RC, tail_R = log_probs_RC.to(wide), tail_R.to(wide)
         p_RC = log_p_RC.exp()
@@ -65,6 +63,6 @@ class _BucketKl(torch.autograd.Function):
         return value_R
 
     @staticmethod
-    def backward(ctx: Any, grad_R: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_R: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (grad_RV,) = ctx.saved_tensors
         return scale_rows_(grad_RV, grad_R), None, None, None

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 from mtp_train.batch.plan import DataPlan
+from mtp_train.cache.format import CacheIdentity
 from mtp_train.cache.reader import CacheReader
 from mtp_train.records import Sample
 
@@ -19,6 +20,10 @@ class Subset:
         self.sample_ids = [reader.sample_ids[number] for number in numbers]
         self.lengths = [reader.lengths[number] for number in numbers]
         self.num_loss_tokens = [reader.num_loss_tokens[number] for number in numbers]
+
+    @property
+    def identity(self) -> CacheIdentity:
+        return self._reader.identity
 
     def __len__(self) -> int:
         return len(self._numbers)

@@ -131,8 +131,9 @@ class Trainer:
         self._best: dict[str, float] | None = None  # {"step", "value"} of the best validation
         self._packs: list[PackSums] = []
 
-    def run(self) -> None:
-        """Train to the last step. Ends the process with 128 + signal number, state saved, where a signal asks for it.
+    def run(self) -> bool:
+        """Train to the last step; False where all steps were done before. Ends the process with 128 + signal number, state
+        saved, where a signal asks for it.
 
         Errors: ValueError where the settings differ from those of the run to continue, or at a loss or gradient that is
         not finite.
@@ -142,8 +143,8 @@ class Trainer:
         if state is not None:
             self._restore_counters(state.counters)
         if first >= self._settings.num_steps and (self._out / CONFIG).is_file():
-            log(f"train: nothing left to do, all {first} steps are done in {self._out}")
-            return
+            log(f"nothing left to do, all {first} steps are done in {self._out}")
+            return False
         metrics = Metrics(out=self._out, wandb=self._wandb, settings=self._identity, resumed_step=first)
         loader = StepLoader(
             reader=self._train,
@@ -161,6 +162,7 @@ class Trainer:
             self._finish()
         finally:
             metrics.close()
+        return True
 
     def _run_steps(self, loader: StepLoader, stop: StopSignal, metrics: Metrics, bar: tqdm[Any]) -> None:
         settings = self._settings
@@ -193,16 +195,12 @@ class Trainer:
                 improved = self._validate(done, metrics)
                 began_s += time.perf_counter() - before_s  # validating is not training: leave it out of tokens_per_s
             if last or improved or stopped_by or _due(done, settings.save_every) or (validates and self._on_validate is not None):
-                folder = self._saver.save(
-                    done, counters=self._counters(), best_step=None if self._best is None else int(self._best["step"])
-                )
+                folder = self._save(done)
                 if validates and self._on_validate is not None and self._accelerator.is_main_process:
                     self._on_validate(done, folder)
                 if stopped_by and not last:
-                    log(
-                        f"train: stopped by {signal.Signals(stopped_by).name} after step {done}, saved in {folder}; the same command continues"
-                    )
-                    metrics.close()
+                    name = signal.Signals(stopped_by).name
+                    log(f"stopped by {name} after step {done}, saved in {folder}; the same command continues")
                     sys.exit(128 + stopped_by)
 
     def _step(self, batches: StepBatches, stop: StopSignal) -> tuple[dict[str, float], int]:
@@ -264,6 +262,9 @@ class Trainer:
     def _new_summary(self) -> Summary:
         return Summary(objective=self._objective, device=self._accelerator.device)
 
+    def _save(self, done: int) -> Path:
+        return self._saver.save(done, counters=self._counters(), best_step=None if self._best is None else int(self._best["step"]))
+
     def _counters(self) -> dict[str, Any]:
         """What the loop counts, so that a resumed run also reports what the uninterrupted one would have."""
         window = self._summary.reduced(self._accelerator)
@@ -284,7 +285,7 @@ class Trainer:
             weights = read_head_tensors(self._out / folder_name(step))
             made_by = {**self._head_file.made_by, "step": step, "tokens": self._tokens, "best": self._best}
             save_head(self._out, weights, config=self._head_file.config, target=self._head_file.target, made_by=made_by)
-            log(f"train: the head of step {step} is in {self._out}")
+            log(f"the head of step {step} is in {self._out}")
         self._accelerator.wait_for_everyone()
 
 

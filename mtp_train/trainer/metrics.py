@@ -80,7 +80,8 @@ def _open_wandb(out: Path, settings: WandbSettings, config: Mapping[str, Any]) -
         import wandb
     except ImportError:
         raise ValueError(
-            f"wandb.mode: expected the package wandb for {settings.mode!r}, found none; install it (pip install wandb) or set wandb.mode=disabled"
+            f"wandb.mode: expected the package wandb for {settings.mode!r}, found none; "
+            "install it (pip install wandb) or set wandb.mode=disabled"
         ) from None
     remembered = out / WANDB_ID
     run_id = remembered.read_text(encoding="utf-8").strip() if remembered.exists() else uuid.uuid4().hex[:8]

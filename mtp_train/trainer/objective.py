@@ -132,7 +132,7 @@ class _ChunkedSum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: _DepthRows, hidden_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def forward(ctx: Any, rows: _DepthRows, hidden_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         objective = rows.objective
         base_M = rows.rows.base_M
         wants_gradient = ctx.needs_input_grad[1]
@@ -161,7 +161,7 @@ class _ChunkedSum(torch.autograd.Function):
         return total, sums_X
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[None, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[None, torch.Tensor]:
         (grad_TD,) = ctx.saved_tensors
         return None, grad_TD * grad
 

@@ -60,7 +60,7 @@ class Saver:
         self._head.load_state_dict(state.weights)
         load_optimizer_tensors(self._optimizer, self._names, state.optimizer)
         self._restore_random(state.random)
-        log(f"train: continuing after step {state.step} from {path}")
+        log(f"continuing after step {state.step} from {path}")
         return state
 
     def save(self, step: int, *, counters: Mapping[str, Any], best_step: int | None) -> Path:
@@ -94,7 +94,7 @@ class Saver:
     def _restore_random(self, random: Mapping[str, torch.Tensor]) -> None:
         rank = f"rank{self._accelerator.process_index}"
         if f"{rank}.cpu" not in random:
-            log("train: more processes than before: results agree with the run that was not interrupted to rounding, not bit for bit")
+            log("more processes than before: results agree with the run that was not interrupted to rounding, not bit for bit")
             return
         torch.set_rng_state(random[f"{rank}.cpu"])
         if f"{rank}.cuda" in random and self._accelerator.device.type == "cuda":

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from mtp_train.checkpoint import read_head_tensors, save_head
 from mtp_train.runtime import atomic_path, atomic_write_json, fsync_directory, read_json, sha256_file
@@ -103,7 +104,8 @@ def read_state(path: Path) -> State:
         found = sha256_file(path / name)
         if found != expected:
             raise ValueError(
-                f"{path / name}: expected sha256 {expected}, found {found}; the file is damaged: delete {path} to continue from the state before"
+                f"{path / name}: expected sha256 {expected}, found {found}; the file is damaged: "
+                f"delete {path} to continue from the state before"
             )
     return State(
         step=document["step"],
@@ -150,13 +152,13 @@ def prune(folder: Path, *, keep_last: int, keep: set[int]) -> None:
         shutil.rmtree(leftover)
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
+def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, torch.Tensor]:
     """An optimizer's state as tensors by ``<parameter>/<entry>``; ``names`` gives each parameter's name."""
-    return {f"{names[parameter]}/{entry}": tensor for parameter, held in optimizer.state.items() for entry, tensor in held.items()}
+    return {f"{name}/{entry}": tensor for parameter, name in names.items() for entry, tensor in optimizer.state[parameter].items()}
 
 
 def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], tensors: Mapping[str, torch.Tensor]
+    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], tensors: Mapping[str, torch.Tensor]
 ) -> None:
     """Put back what ``optimizer_tensors`` gave, in place of whatever the optimizer holds."""
     by_name: dict[str, dict[str, torch.Tensor]] = {}

@@ -1,0 +1,150 @@
+"""Fits a draft head to the cache: cache/ -> checkpoint/<name>/.
+
+Runs on one process or under torchrun. Killed at any moment, or ended by a signal, the same command continues it, bit for bit as
+if it had not been interrupted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtp_train.runtime import barrier, is_main, log
+from mtp_train.stage import OpenTarget, Run, build, head_loader, load_word, open_target, plain, stage, start
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from mtp_train.cache.reader import CacheReader
+    from mtp_train.head.base import Head
+    from mtp_train.trainer.data import Subset
+    from mtp_train.trainer.objective import Objective
+
+
+def _open_cache(path: str, target: OpenTarget) -> CacheReader:
+    """A cache of this very target, or ValueError with both values."""
+    from mtp_train.cache.format import check_fields
+    from mtp_train.cache.reader import CacheReader
+
+    reader = CacheReader(Path(path), verify="first_read")
+    expected = {key: value for key, value in target.identity().items() if key != "target_name"}
+    check_fields(
+        expected | {"hidden_size": target.spec.hidden_size, "vocab_size": target.spec.vocab_size}, reader.identity, where=reader.path
+    )
+    return reader
+
+
+def _data(cfg: DictConfig, target: OpenTarget) -> tuple[Subset, Subset | None]:
+    """The samples to train on, and those to validate on."""
+    from mtp_train.trainer.data import split
+
+    reader = _open_cache(cfg.cache, target)
+    if cfg.validation.cache is not None:
+        if cfg.validation.fraction:
+            raise ValueError(f"validation: expected fraction=0 beside a cache of its own, found {cfg.validation.fraction}; set one of them")
+        return split(reader, fraction=0.0, seed=cfg.seed)[0], split(_open_cache(cfg.validation.cache, target), fraction=0.0, seed=cfg.seed)[
+            0
+        ]
+    train, held_out = split(reader, fraction=cfg.validation.fraction, seed=cfg.seed)
+    return train, held_out if len(held_out) else None
+
+
+def _objective(cfg: DictConfig) -> Objective:
+    """The weighted losses that ``losses`` names, each through its yaml in conf/loss."""
+    from mtp_train.trainer.objective import Objective, Term
+
+    terms = {}
+    for word, entry in plain(cfg.losses).items():
+        settings = dict(entry) if isinstance(entry, dict) else {"weight": entry}
+        node = load_word("loss", word)
+        unknown = settings.keys() - node.keys() - {"weight"}
+        if unknown or "weight" not in settings:
+            raise ValueError(f"losses.{word}: expected a weight, and settings among {sorted(node.keys() - {'_target_'})}, found {entry}")
+        weight = float(settings.pop("weight"))
+        if weight != 0:
+            terms[word] = Term(weight, build({**node, **settings}))
+    return Objective(terms=terms, draft_steps=cfg.draft_steps, decay=cfg.depth_decay, chunk_rows=cfg.chunk_rows)
+
+
+def _identity(cfg: DictConfig, head: Head, train: Subset, *, num_steps: int) -> dict[str, Any]:
+    """The settings that decide the result: a training is continued under the same ones only."""
+    names = ("losses", "draft_steps", "depth_decay", "noise_scale", "precision", "seed", "tokens_per_pack", "packs_per_step", "optimizer")
+    settings = {name: plain(cfg[name]) for name in (*names, "schedule")}
+    for name in ("optimizer", "schedule"):
+        del settings[name]["_target_"]
+    if cfg.schedule.kind == "cosine":  # a constant rate may be trained on for longer
+        settings["num_steps"] = num_steps
+    return {**settings, "head": head.draft_config(), "data": train.fingerprint()}
+
+
+@stage("train")
+def main(cfg: DictConfig) -> None:
+    target = open_target(cfg.target)
+
+    from mtp_train.batch.plan import DataPlan
+    from mtp_train.target.weights import read_shared
+    from mtp_train.trainer.loop import LoopSettings, Trainer
+    from mtp_train.trainer.module import compute_dtype, make_accelerator
+    from mtp_train.trainer.probe import PROBE, write_probe
+    from mtp_train.trainer.state import HeadFile
+
+    train, held_out = _data(cfg, target)
+    plan = DataPlan(
+        lengths=train.lengths,
+        sample_ids=train.sample_ids,
+        seed=cfg.seed,
+        tokens_per_pack=cfg.tokens_per_pack,
+        packs_per_step=cfg.packs_per_step,
+    )
+    num_steps = cfg.num_steps if cfg.num_steps is not None else plan.steps_of(cfg.num_epochs)
+    objective = _objective(cfg)
+    accelerator = make_accelerator(cfg.device)
+    shared = read_shared(target.path).to(device=accelerator.device, dtype=compute_dtype(cfg.precision))
+    head: Head = build(cfg.head, target_path=target.path, shared=shared, trust_remote_code=target.trust_remote_code)
+    run: Run = start(cfg, stage_name="train")
+    log(
+        f"{len(train)} samples of {sum(train.lengths)} tokens ({sum(train.num_loss_tokens)} count), {len(held_out or ())} held out; "
+        f"{num_steps} steps of {cfg.packs_per_step} x {cfg.tokens_per_pack} tokens, {plan.fill():.0%} full"
+    )
+    trainer = Trainer(
+        accelerator=accelerator,
+        head=head,
+        objective=objective,
+        train=train,
+        plan=plan,
+        validation=held_out,
+        settings=LoopSettings(
+            num_steps=num_steps,
+            precision=cfg.precision,
+            noise_scale=cfg.noise_scale,
+            seed=cfg.seed,
+            log_every=cfg.log_every,
+            validate_every=cfg.validation.every,
+            save_every=cfg.checkpoint.every,
+            keep_last=cfg.checkpoint.keep_last,
+            best_by=cfg.checkpoint.best_by,
+            final=cfg.checkpoint.final,
+            max_prefetch=cfg.max_prefetch,
+        ),
+        optimizer=build(cfg.optimizer),
+        schedule=build(cfg.schedule),
+        out=run.out,
+        head_file=HeadFile(
+            config=head.draft_config(),
+            target=target.identity(),
+            made_by={"settings": run.settings, "provenance": run.provenance, "cache": train.identity.to_json()},
+        ),
+        identity=_identity(cfg, head, train, num_steps=num_steps),
+        wandb=build(cfg.wandb),
+        on_validate=None,
+    )
+    trained = trainer.run()
+    if is_main() and (trained or not (run.out / PROBE).is_file()):
+        samples = held_out or train
+        written = head_loader(target)(run.out, read_shared(target.path))
+        write_probe(run.out, written, [samples[number] for number in range(min(len(samples), 8))])
+    barrier()
+
+
+if __name__ == "__main__":
+    main()
