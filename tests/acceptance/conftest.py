@@ -129,7 +129,7 @@ def make_metrics(slope: float) -> list[dict[str, object]]:
     return rows
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def report_data() -> ReportData:
     return make_report()
 
