@@ -120,7 +120,7 @@ def tokens_plot(title: str, rates: Mapping[str, list[Interval]], *, colours: Map
             index = colours[name]
             values = [rate.value for rate in by_position]
             ks = range(len(values) + 1)
-            style = {"color": _HEADS[index % NUM_COLOURS], "marker": _MARKERS[index % len(_MARKERS)], "markersize": 5}
+            style: dict[str, Any] = {"color": _HEADS[index % NUM_COLOURS], "marker": _MARKERS[index % len(_MARKERS)], "markersize": 5}
             axes.plot(ks, [1 + sum(values[:k]) for k in ks], label=_plain(f"{name}, measured"), **style)
             expected = [expected_tokens_per_pass(values[0], k) for k in ks]
             axes.plot(ks, expected, label=_plain(f"{name}, (1 − a^(K+1)) / (1 − a)"), linestyle="--", fillstyle="none", **style)

@@ -128,7 +128,8 @@ class ReportData:
         for kind, names in (("heads", heads), ("prompt_sets", sets)):
             if len(set(names)) != len(names) or not names:
                 raise ValueError(f"report: {kind}: expected at least one, each with a name of its own, found {names}")
-        for item in (*self.measurements, *self.answers, *self.aims):
+        placed: tuple[Measurement | MarkedAnswer | Aim, ...] = (*self.measurements, *self.answers, *self.aims)
+        for item in placed:
             if item.head not in heads or item.prompt_set not in sets:
                 raise ValueError(
                     f"report: {type(item).__name__}: expected one of the heads {heads} and prompt sets {sets}, "

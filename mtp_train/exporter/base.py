@@ -54,7 +54,11 @@ class ExportResult:
 
 
 class Exporter(ABC):
-    """Writes one format. What its format cannot hold is a ValueError that says which part and who can."""
+    """Writes one format. What its format cannot hold is a ValueError that says which part and who can.
+
+    Constructors take the keys of their yaml, ``overwrite`` among them, and ``trust_remote_code``, which is the target's
+    setting and which the verb passes.
+    """
 
     word: ClassVar[str]  # its name in conf/exporter and on the command line
 
@@ -75,10 +79,10 @@ def read_source(checkpoint: Path, target_path: Path) -> Source:
     """
     head = read_head_config(checkpoint)
     target_config = read_model_config(target_path)
-    expected, found = head["target"].get("fingerprint"), fingerprint(target_path)
+    expected, found = head["target"].get("target_fingerprint"), fingerprint(target_path)
     if expected != found:
         raise ValueError(
-            f"{target_path}: expected the target that {checkpoint} was trained on ({head['target'].get('name')}, "
+            f"{target_path}: expected the target that {checkpoint} was trained on ({head['target'].get('target_name')}, "
             f"weights sha256 {expected}), found weights of sha256 {found}; point target.path= at that target"
         )
     return Source(

@@ -45,15 +45,17 @@ class PairGraph:
         self.layer_index = layer_config.num_hidden_layers - 1
         parts = layer_parts(layer_config)
         size, eps = layer_config.hidden_size, layer_config.rms_norm_eps
+        layer = parts.layer(layer_config, self.layer_index)
+        if not self.norms["input"]:
+            layer.input_layernorm = torch.nn.Identity()
+        self.layer = layer
         modules = {
             "embed_norm": parts.norm(size, eps=eps) if self.norms["embed"] else torch.nn.Identity(),
             "hidden_norm": parts.norm(size, eps=eps) if self.norms["hidden"] else torch.nn.Identity(),
             "fc": torch.nn.Linear(2 * size, size, bias=False),
-            "layers": torch.nn.ModuleList([parts.layer(layer_config, self.layer_index)]),
+            "layers": torch.nn.ModuleList([layer]),
             "norm": parts.norm(size, eps=eps) if self.norms["output"] else torch.nn.Identity(),
         }
-        if not self.norms["input"]:
-            modules["layers"][0].input_layernorm = torch.nn.Identity()
         self.modules = torch.nn.ModuleDict(modules).eval().requires_grad_(False)
         self.rotary = parts.rotary(config=layer_config)
         self.load(tensors)
@@ -81,7 +83,7 @@ class PairGraph:
             embed_TD, state_TD = self.modules["embed_norm"](embed_TD), self.modules["hidden_norm"](feedback_TD)
             pair = [state_TD, embed_TD] if self.column_order == "hidden_embed" else [embed_TD, state_TD]
             fused_1TD = self.modules["fc"](torch.cat(pair, dim=-1))[None]
-            out = self.modules["layers"][0](
+            out = self.layer(
                 fused_1TD,
                 position_ids=position_1T,
                 position_embeddings=self.rotary(fused_1TD, position_ids=position_1T),

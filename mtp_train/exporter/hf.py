@@ -29,11 +29,17 @@ _NORMS = {"embed", "hidden", "input", "output", "feedback"}
 
 class HfExporter(Exporter):
     """float32 weights under readable names, with the target's config for the layer. Embedding and lm_head are the
-    target's own and not shipped. ``overwrite``: whether another head's export in the same folder may be replaced."""
+    target's own and not shipped. ``overwrite``: whether another head's export in the same folder may be replaced.
+    ``trust_remote_code`` must be off: the layer is rebuilt from config.json by transformers' own classes alone."""
 
     word = "hf"
 
-    def __init__(self, *, overwrite: bool) -> None:
+    def __init__(self, *, overwrite: bool, trust_remote_code: bool) -> None:
+        if trust_remote_code:
+            raise ValueError(
+                "exporter=hf: expected a target whose architecture transformers knows, found trust_remote_code=true; "
+                "this format carries no code: choose exporter=vllm"
+            )
         self.overwrite = overwrite
 
     def export(self, checkpoint: Path, target_path: Path, out: Path) -> ExportResult:
@@ -84,7 +90,7 @@ def exported_config(source: Source) -> dict[str, Any]:
         "method": head["method"],
         "hidden_state": head["hidden_state"],
         **{key: settings[key] for key in _SETTINGS},
-        "target": {key: head["target"][key] for key in ("name", "fingerprint")},
+        "target": head["target"],
         "target_config": source.target_config,
         "head_weights_sha256": head["weights_sha256"],
     }

@@ -42,7 +42,13 @@ def build_head(target: Path, *, word: str, seed: int = 0, **changes: Any) -> Pai
 def write_checkpoint(path: Path, target: Path, head: PairHead, *, seed: int = 0) -> Path:
     """What ``train`` leaves: head.safetensors, head.json, and a probe over random samples."""
     spec = read_spec(target, name="tiny")
-    save_head(path, dict(head.state_dict()), config=head.draft_config(), target=spec.as_dict(), made_by={})
+    save_head(
+        path,
+        dict(head.state_dict()),
+        config=head.draft_config(),
+        target={"target_name": spec.name, "target_fingerprint": spec.fingerprint},
+        made_by={},
+    )
     generator = torch.Generator().manual_seed(seed)
     samples = [
         Sample(

@@ -47,7 +47,7 @@ def test_export_loads_back_to_the_same_logits(
 ) -> None:
     target = tiny_llama_tied if tied else tiny_llama
     checkpoint = checkpoint_of(target, word=word)
-    result = HfExporter(overwrite=False).export(checkpoint, target, tmp_path / "served" / word)
+    result = HfExporter(overwrite=False, trust_remote_code=False).export(checkpoint, target, tmp_path / "served" / word)
     expected = expected_logits(checkpoint)
     assert expected.shape[0] == (15 + 14 + 13) + (7 + 6 + 5)
     assert torch.allclose(logits(result.path, target, checkpoint), expected, rtol=0, atol=5e-5 * float(expected.abs().max()))
@@ -59,13 +59,15 @@ def test_export_loads_back_to_the_same_logits(
 @pytest.mark.parametrize("column_order", ["hidden_embed", "embed_hidden"])
 def test_any_mixture_of_norms(checkpoint_of: Make, tiny_llama: Path, tmp_path: Path, norms: dict[str, bool], column_order: str) -> None:
     checkpoint = checkpoint_of(tiny_llama, word="mtp", norms=norms, column_order=column_order, zero_first_embedding=False)
-    result = HfExporter(overwrite=False).export(checkpoint, tiny_llama, tmp_path / "out")
+    result = HfExporter(overwrite=False, trust_remote_code=False).export(checkpoint, tiny_llama, tmp_path / "out")
     expected = expected_logits(checkpoint)
     assert torch.allclose(logits(result.path, tiny_llama, checkpoint), expected, rtol=0, atol=5e-5 * float(expected.abs().max()))
 
 
 def test_embedding_and_lm_head_are_not_shipped(checkpoint_of: Make, tiny_llama: Path, tmp_path: Path) -> None:
-    result = HfExporter(overwrite=False).export(checkpoint_of(tiny_llama, word="mtp"), tiny_llama, tmp_path / "out")
+    result = HfExporter(overwrite=False, trust_remote_code=False).export(
+        checkpoint_of(tiny_llama, word="mtp"), tiny_llama, tmp_path / "out"
+    )
     tensors = load_file(result.path / "model.safetensors")
     assert sorted(tensors) == sorted(
         [
@@ -84,14 +86,14 @@ def test_embedding_and_lm_head_are_not_shipped(checkpoint_of: Make, tiny_llama: 
     assert config["target_config"] == json.loads((tiny_llama / "config.json").read_text())
     card = (result.path / "README.md").read_text()
     assert config["head_weights_sha256"] in card
-    assert config["target"]["fingerprint"] in card
+    assert config["target"]["target_fingerprint"] in card
     assert "concat(s, e)" in card
 
 
 @pytest.mark.parametrize("word", ["mtp", "eagle"])
 def test_each_exported_tensor_perturbed_changes_the_logits(checkpoint_of: Make, tiny_llama: Path, tmp_path: Path, word: str) -> None:
     checkpoint = checkpoint_of(tiny_llama, word=word)
-    result = HfExporter(overwrite=False).export(checkpoint, tiny_llama, tmp_path / "out")
+    result = HfExporter(overwrite=False, trust_remote_code=False).export(checkpoint, tiny_llama, tmp_path / "out")
     plain = logits(result.path, tiny_llama, checkpoint)
     tensors = load_file(result.path / "model.safetensors")
     for number, name in enumerate(tensors):
@@ -108,7 +110,7 @@ def test_a_probe_that_says_otherwise_is_refused(checkpoint_of: Make, tiny_llama:
     tensors[f"logits_{depth}_TV"][3, 5] += 1e-2 * tensors[f"logits_{depth}_TV"].abs().max()
     save_file(tensors, checkpoint / PROBE)
     with pytest.raises(ValueError, match=f"logits of probe sample 0 at depth {depth}"):
-        HfExporter(overwrite=False).export(checkpoint, tiny_llama, tmp_path / "out")
+        HfExporter(overwrite=False, trust_remote_code=False).export(checkpoint, tiny_llama, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"], "nothing is left behind"
 
 
@@ -124,7 +126,7 @@ def test_a_head_json_that_states_another_graph_is_refused(
     settings[key] = {**settings[key], **value} if isinstance(value, dict) else value
     (checkpoint / "head.json").write_text(json.dumps(document))
     with pytest.raises(ValueError, match="the exported graph is not the trained one"):
-        HfExporter(overwrite=False).export(checkpoint, tiny_llama, tmp_path / "out")
+        HfExporter(overwrite=False, trust_remote_code=False).export(checkpoint, tiny_llama, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -143,7 +145,7 @@ def test_a_wrong_head_json_is_refused(checkpoint_of: Make, tiny_llama: Path, tmp
     document = json.loads((checkpoint / "head.json").read_text())
     (checkpoint / "head.json").write_text(json.dumps({**document, **change}))
     with pytest.raises(ValueError, match=message):
-        HfExporter(overwrite=False).export(checkpoint, tiny_llama, tmp_path / "out")
+        HfExporter(overwrite=False, trust_remote_code=False).export(checkpoint, tiny_llama, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -156,7 +158,7 @@ def test_a_tensor_too_many_or_too_few_is_refused(checkpoint_of: Make, tiny_llama
         document = json.loads((checkpoint / "head.json").read_text())
         document["weights_sha256"] = sha256_file(checkpoint / "head.safetensors")
         (checkpoint / "head.json").write_text(json.dumps(document))
-        HfExporter(overwrite=False).export(checkpoint, tiny_llama, tmp_path / "out")
+        HfExporter(overwrite=False, trust_remote_code=False).export(checkpoint, tiny_llama, tmp_path / "out")
 
     with pytest.raises(ValueError, match=r"expected one rule for the tensor 'adapter\.weight'"):
         export_with({**tensors, "adapter.weight": torch.ones(3)})
@@ -168,18 +170,24 @@ def test_a_tensor_too_many_or_too_few_is_refused(checkpoint_of: Make, tiny_llama
 
 def test_another_target_is_refused(checkpoint_of: Make, tiny_llama: Path, tiny_llama_tied: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected the target that"):
-        HfExporter(overwrite=False).export(checkpoint_of(tiny_llama, word="mtp"), tiny_llama_tied, tmp_path / "out")
+        HfExporter(overwrite=False, trust_remote_code=False).export(
+            checkpoint_of(tiny_llama, word="mtp"), tiny_llama_tied, tmp_path / "out"
+        )
 
 
 def test_a_checkpoint_without_a_probe_is_refused(checkpoint_of: Make, tiny_llama: Path, tmp_path: Path) -> None:
     checkpoint = checkpoint_of(tiny_llama, word="mtp")
     (checkpoint / PROBE).unlink()
     with pytest.raises(ValueError, match="expected the probe that train writes"):
-        HfExporter(overwrite=False).export(checkpoint, tiny_llama, tmp_path / "out")
+        HfExporter(overwrite=False, trust_remote_code=False).export(checkpoint, tiny_llama, tmp_path / "out")
 
 
 def test_same_export_twice_does_nothing_and_repairs_damage(checkpoint_of: Make, tiny_llama: Path, tmp_path: Path) -> None:
-    checkpoint, exporter, out = checkpoint_of(tiny_llama, word="mtp"), HfExporter(overwrite=False), tmp_path / "out"
+    checkpoint, exporter, out = (
+        checkpoint_of(tiny_llama, word="mtp"),
+        HfExporter(overwrite=False, trust_remote_code=False),
+        tmp_path / "out",
+    )
     first = exporter.export(checkpoint, tiny_llama, out)
     before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
     again = exporter.export(checkpoint, tiny_llama, out)
@@ -195,11 +203,11 @@ def test_same_export_twice_does_nothing_and_repairs_damage(checkpoint_of: Make, 
 def test_another_heads_export_is_kept_unless_asked(checkpoint_of: Make, tiny_llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     one, two = (checkpoint_of(tiny_llama, word="mtp", name=name, seed=seed) for name, seed in (("one", 1), ("two", 2)))
-    first = HfExporter(overwrite=False).export(one, tiny_llama, out)
+    first = HfExporter(overwrite=False, trust_remote_code=False).export(one, tiny_llama, out)
     with pytest.raises(ValueError, match=r"found another .*overwrite=true"):
-        HfExporter(overwrite=False).export(two, tiny_llama, out)
+        HfExporter(overwrite=False, trust_remote_code=False).export(two, tiny_llama, out)
     assert sha256_file(out / "model.safetensors") == first.files["model.safetensors"]
-    second = HfExporter(overwrite=True).export(two, tiny_llama, out)
+    second = HfExporter(overwrite=True, trust_remote_code=False).export(two, tiny_llama, out)
     assert second.files["model.safetensors"] != first.files["model.safetensors"]
     assert {path.name for path in out.parent.iterdir()} == {"checkpoint", "out"}
 
@@ -210,7 +218,7 @@ def test_what_is_no_export_is_never_replaced(checkpoint_of: Make, tiny_llama: Pa
     out.mkdir()
     (out / "thesis.txt").write_text("years of work")
     with pytest.raises(ValueError, match="found something else"):
-        HfExporter(overwrite=overwrite).export(checkpoint_of(tiny_llama, word="mtp"), tiny_llama, out)
+        HfExporter(overwrite=overwrite, trust_remote_code=False).export(checkpoint_of(tiny_llama, word="mtp"), tiny_llama, out)
     assert (out / "thesis.txt").read_text() == "years of work"
 
 
@@ -218,13 +226,13 @@ def test_killed_between_the_renames_loses_nothing(checkpoint_of: Make, tiny_llam
     """As a kill leaves it: the old export set aside, the new one not yet in place, and a half-written folder."""
     out = tmp_path / "out"
     one, two = (checkpoint_of(tiny_llama, word="mtp", name=name, seed=seed) for name, seed in (("one", 1), ("two", 2)))
-    first = HfExporter(overwrite=False).export(one, tiny_llama, out)
+    first = HfExporter(overwrite=False, trust_remote_code=False).export(one, tiny_llama, out)
     out.rename(tmp_path / ".out.replaced")
     (tmp_path / ".out.partial").mkdir()
     with pytest.raises(ValueError, match="found another"):
-        HfExporter(overwrite=False).export(two, tiny_llama, out)
+        HfExporter(overwrite=False, trust_remote_code=False).export(two, tiny_llama, out)
     assert sha256_file(out / "model.safetensors") == first.files["model.safetensors"], "the old one is back"
-    second = HfExporter(overwrite=True).export(two, tiny_llama, out)
+    second = HfExporter(overwrite=True, trust_remote_code=False).export(two, tiny_llama, out)
     assert sha256_file(out / "model.safetensors") == second.files["model.safetensors"]
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "out"}
 
@@ -242,12 +250,14 @@ def test_a_writer_that_damages_what_it_writes_is_noticed(
 
     monkeypatch.setattr(hf, "_write", damaging)
     with pytest.raises(ValueError, match=r"expected fc.weight in the file as it was written"):
-        HfExporter(overwrite=False).export(checkpoint_of(tiny_llama, word="mtp"), tiny_llama, tmp_path / "out")
+        HfExporter(overwrite=False, trust_remote_code=False).export(checkpoint_of(tiny_llama, word="mtp"), tiny_llama, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_manifest_states_what_was_proven(checkpoint_of: Make, tiny_llama: Path, tmp_path: Path) -> None:
-    result = HfExporter(overwrite=False).export(checkpoint_of(tiny_llama, word="mtp"), tiny_llama, tmp_path / "out")
+    result = HfExporter(overwrite=False, trust_remote_code=False).export(
+        checkpoint_of(tiny_llama, word="mtp"), tiny_llama, tmp_path / "out"
+    )
     document = json.loads((result.path / MANIFEST).read_text())
     assert set(document["files"]) == {"config.json", "model.safetensors", "README.md"}
     assert document["proof"]["largest_difference"]["logits"] <= document["proof"]["tolerance"]
@@ -258,7 +268,9 @@ def test_manifest_states_what_was_proven(checkpoint_of: Make, tiny_llama: Path, 
 def test_unrolled_rows_do_not_see_one_another(checkpoint_of: Make, tiny_llama: Path, tmp_path: Path) -> None:
     """Depth k of base i must be the same whatever tokens lie beyond i + 1 + k: the mask lets no later base in."""
     checkpoint = checkpoint_of(tiny_llama, word="mtp")
-    graph = load_exported(HfExporter(overwrite=False).export(checkpoint, tiny_llama, tmp_path / "out").path, target_path=tiny_llama)
+    graph = load_exported(
+        HfExporter(overwrite=False, trust_remote_code=False).export(checkpoint, tiny_llama, tmp_path / "out").path, target_path=tiny_llama
+    )
     sample = read_probe(checkpoint)[0]
     whole = list(graph.unroll(token_ids_T=sample.token_ids_T, hidden_TD=sample.hidden_TD, num_depths=3))
     for length, depth in itertools.product((5, 9), range(3)):

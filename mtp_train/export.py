@@ -1,0 +1,44 @@
+"""Writes what a serving engine loads: checkpoint/<name>/ -> served/<name>-<exporter>/, proven equal to the trained head.
+
+The folder appears whole or not at all; the same command again checks it and does nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtp_train.runtime import is_main, log
+from mtp_train.stage import build, open_target, stage
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from mtp_train.exporter.base import Exporter, ExportResult
+
+
+def describe(result: ExportResult) -> str:
+    """What was written, what was proven of it, and how to load it."""
+    proof = result.proof
+    lines = [
+        f"{'already there, checksums right' if result.reused else 'written'}: {result.path} ({', '.join(result.files)})",
+        f"equal to the trained head on {proof['num_rows']} rows at {proof['num_depths']} depths: logits within "
+        f"{proof['largest_difference']['logits']:.1e} of their largest (allowed {proof['tolerance']:.0e}); every tensor counts",
+        f"load: {result.serve}",
+    ]
+    return "\n".join(lines)
+
+
+@stage("export")
+def main(cfg: DictConfig) -> None:
+    if not is_main():
+        return
+    target = open_target(cfg.target)
+    exporter: Exporter = build(cfg.exporter, trust_remote_code=target.trust_remote_code)
+    checkpoint, out = Path(cfg.checkpoint), Path(cfg.out)
+    log(f"export: {checkpoint} for {exporter.word}")
+    print(describe(exporter.export(checkpoint, target.path, out)))
+
+
+if __name__ == "__main__":
+    main()
