@@ -145,7 +145,8 @@ def build(node: Any, **extra: Any) -> Any:
     if not isinstance(target, str) or not target.startswith("mtp_train."):
         raise ValueError(f"settings: expected a node whose _target_ is in mtp_train, found {target!r}")
     try:
-        return instantiate(settings, _convert_="all", **extra)
+        # In two calls: given to instantiate, ``extra`` would pass through OmegaConf, which makes dicts of dataclasses.
+        return instantiate({**settings, "_partial_": True}, _convert_="all")(**extra)
     except InstantiationException as error:
         if isinstance(error.__cause__, ValueError):
             raise error.__cause__ from None

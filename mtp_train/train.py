@@ -86,7 +86,7 @@ def main(cfg: DictConfig) -> None:
     from mtp_train.trainer.loop import LoopSettings, Trainer
     from mtp_train.trainer.module import compute_dtype, make_accelerator
     from mtp_train.trainer.probe import PROBE, write_probe
-    from mtp_train.trainer.state import HeadFile
+    from mtp_train.trainer.state import HeadFile, check_continues
 
     train, held_out = _data(cfg, target)
     plan = DataPlan(
@@ -101,6 +101,8 @@ def main(cfg: DictConfig) -> None:
     accelerator = make_accelerator(cfg.device)
     shared = read_shared(target.path).to(device=accelerator.device, dtype=compute_dtype(cfg.precision))
     head: Head = build(cfg.head, target_path=target.path, shared=shared, trust_remote_code=target.trust_remote_code)
+    identity = _identity(cfg, head, train, num_steps=num_steps)
+    check_continues(Path(cfg.out), identity)  # before anything there is overwritten
     run: Run = start(cfg, stage_name="train")
     log(
         f"{len(train)} samples of {sum(train.lengths)} tokens ({sum(train.num_loss_tokens)} count), {len(held_out or ())} held out; "
@@ -134,7 +136,7 @@ def main(cfg: DictConfig) -> None:
             target=target.identity(),
             made_by={"settings": run.settings, "provenance": run.provenance, "cache": train.identity.to_json()},
         ),
-        identity=_identity(cfg, head, train, num_steps=num_steps),
+        identity=identity,
         wandb=build(cfg.wandb),
         on_validate=None,
     )

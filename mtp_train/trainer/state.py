@@ -117,6 +117,14 @@ def read_state(path: Path) -> State:
     )
 
 
+def check_continues(folder: Path, settings: Mapping[str, Any]) -> None:
+    """ValueError where ``folder`` holds a training that was begun with other settings; reads no weights, writes nothing."""
+    steps = complete_steps(folder)
+    if steps:
+        path = folder / folder_name(steps[-1])
+        check_settings(settings, read_json(path / STATE)["settings"], where=path)
+
+
 def check_settings(expected: Mapping[str, Any], found: Mapping[str, Any], *, where: Path) -> None:
     """Refuse to continue under other settings; ValueError lists each that differs, with both values."""
     mine, theirs = _flat(expected), _flat(found)

@@ -1,0 +1,58 @@
+"""The learning rate's course and what the optimizer decays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mtp_train.trainer.optim import OptimizerSettings, Schedule, build_optimizer
+
+
+def test_warm_up_then_half_a_cosine_to_the_last_step() -> None:
+    schedule = Schedule(kind="cosine", warmup_steps=4, min_ratio=0.2)
+    factors = [schedule.factor(step, num_steps=25) for step in range(25)]
+    assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert factors[4] == 1.0
+    assert factors[14] == pytest.approx(0.6)  # halfway between 1 and 0.2
+    assert factors[24] == pytest.approx(0.2)
+    assert factors[4:] == sorted(factors[4:], reverse=True)
+
+
+def test_constant_stays() -> None:
+    schedule = Schedule(kind="constant", warmup_steps=2, min_ratio=0.0)
+    assert [schedule.factor(step, num_steps=5) for step in range(5)] == [0.5, 1.0, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_a_warm_up_longer_than_the_run_is_no_error(num_steps: int) -> None:
+    schedule = Schedule(kind="cosine", warmup_steps=10, min_ratio=0.0)
+    assert [schedule.factor(step, num_steps=num_steps) for step in range(num_steps)] == [0.1, 0.2, pytest.approx(0.3)][:num_steps]
+
+
+def test_weight_decay_shrinks_matrices_and_leaves_norms() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.RMSNorm(3))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = build_optimizer(model, OptimizerSettings(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.5, clip_norm=None))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    matrix, norm = model.parameters()
+    torch.testing.assert_close(matrix.detach(), before[0] * 0.95)
+    assert torch.equal(norm.detach(), before[1])
+
+
+@pytest.mark.parametrize("change", [{"lr": 0.0}, {"beta1": 1.0}, {"beta2": -0.1}, {"clip_norm": 0.0}])
+def test_impossible_optimizers_are_refused(change: dict[str, Any]) -> None:
+    settings: dict[str, Any] = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "clip_norm": None}
+    with pytest.raises(ValueError, match="optimizer"):
+        OptimizerSettings(**{**settings, **change})
+
+
+@pytest.mark.parametrize("change", [{"kind": "linear"}, {"warmup_steps": -1}, {"min_ratio": 1.5}])
+def test_impossible_schedules_are_refused(change: dict[str, Any]) -> None:
+    settings: dict[str, Any] = {"kind": "cosine", "warmup_steps": 1, "min_ratio": 0.1}
+    with pytest.raises(ValueError, match="schedule"):
+        Schedule(**{**settings, **change})
