@@ -94,7 +94,6 @@ def _section(section: Section, colours: dict[str, int]) -> dict[str, Any]:
     by_head = {figures.head: by_column[column] % NUM_COLOURS for column, figures in reversed(list(zip(table.columns, shown, strict=True)))}
     measured = {column: figures.rates for column, figures in zip(table.columns, shown, strict=True) if not figures.measurement.is_estimate}
     estimates = {figures.head: figures.rates for figures in section.estimates}
-    identities = [figures for figures in section.measured if figures.measurement.identity is not None]
     return {
         "set": section.prompt_set,
         "way": section.way.text,
@@ -112,7 +111,7 @@ def _section(section: Section, colours: dict[str, int]) -> dict[str, Any]:
         ),
         "comparisons": [(comparison_text(found), found.rates[0].established) for found in section.comparisons],
         "estimate_notes": estimate_note(section),
-        "identities": [_identity(figures) for figures in identities],
+        "identities": [_identity(figures) for figures in section.proofs],
         "measured_notes": [
             (figures.head, _notes(figures.measurement.acceptance)) for figures in shown if figures.measurement.acceptance.notes
         ],

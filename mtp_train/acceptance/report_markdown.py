@@ -21,9 +21,9 @@ def markdown(data: ReportData, summary: Summary) -> str:
         lines += ["| | " + " | ".join(map(escape, table.columns)) + " |", "|---|" + "---:|" * len(table.columns)]
         lines += [f"| {escape(row.label)} | " + " | ".join(map(escape, row.cells)) + " |" for row in table.rows]
         said = [comparison_text(comparison) for comparison in section.comparisons] + estimate_note(section)
-        said += [text for figures in section.measured if (text := identity_text(figures)) is not None]
+        said += [text for figures in section.proofs if (text := identity_text(figures)) is not None]
         lines += ["", *(f"- {escape(text)}" for text in said), ""]
-        for figures in section.measured:
+        for figures in section.proofs:
             identity = figures.measurement.identity
             for found in identity.differences if identity else ():
                 lines.append(
@@ -77,7 +77,7 @@ def print_tables(summary: Summary) -> None:
             table.add_row(Text(row.label), *map(Text, row.cells), style="bold" if row.kind == "length" else "", end_section=last)
         console.print(table)
         said = [comparison_text(comparison) for comparison in section.comparisons]
-        for text in said + [text for figures in section.measured if (text := identity_text(figures)) is not None]:
+        for text in said + [text for figures in section.proofs if (text := identity_text(figures)) is not None]:
             console.print(Text(text))
         console.print()
     for verdict in summary.verdicts:

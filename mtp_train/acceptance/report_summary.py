@@ -76,12 +76,17 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """All that was measured on one prompt set in one way: heads side by side, estimates beside them."""
+    """All that was measured on one prompt set in one way: heads side by side, estimates beside them.
+
+    ``proofs`` carry an identity. One that was made for that alone (another run of the same head by the same engine stands
+    here) is no column of the table: it has fewer prompts or another dtype.
+    """
 
     prompt_set: PromptSet
     way: Way
     measured: list[Figures]
     estimates: list[Figures]
+    proofs: list[Figures]
     comparisons: list[Comparison]
 
     @property
@@ -128,17 +133,28 @@ def summarise(data: ReportData) -> Summary:
         for way in sorted({way_of(item.acceptance) for item in here}, key=lambda way: (way.temperature, way)):
             figures = [_figures(item) for item in here if way_of(item.acceptance) == way]
             figures.sort(key=lambda found: order.index(found.head))
-            measured = [found for found in figures if not found.measurement.is_estimate]
+            decoded = [found for found in figures if not found.measurement.is_estimate]
+            measured = [found for found in decoded if not _is_proof_alone(found, decoded)]
             sections.append(
                 Section(
                     prompt_set=prompt_set,
                     way=way,
                     measured=measured,
                     estimates=[found for found in figures if found.measurement.is_estimate],
+                    proofs=[found for found in decoded if found.measurement.identity is not None],
                     comparisons=_compare(measured, way),
                 )
             )
     return Summary(sections=sections, verdicts=[_judge(aim, sections) for aim in data.aims])
+
+
+def _is_proof_alone(figures: Figures, decoded: Sequence[Figures]) -> bool:
+    """Whether a run was made to compare texts, beside a run of the same head by the same engine that was not."""
+    engine = figures.measurement.acceptance.measured_by
+    return figures.measurement.identity is not None and any(
+        other.head == figures.head and other.measurement.acceptance.measured_by == engine and other.measurement.identity is None
+        for other in decoded
+    )
 
 
 def _figures(measurement: Measurement) -> Figures:

@@ -28,7 +28,7 @@ def section_table(section: Section) -> Table:
     """Heads side by side. Without a measurement by an engine, the estimates alone are shown."""
     shown = section.measured or section.estimates
     several = len({figures.head for figures in shown}) < len(shown)
-    columns = [f"{figures.head} · {figures.engine}" if several else figures.head for figures in shown]
+    columns = _distinct([f"{figures.head} · {figures.engine}" if several else figures.head for figures in shown])
     positions = section.way.num_speculative_tokens
     rows = [Row("rate", f"position {i + 1}", [interval_text(figures.rates[i]) for figures in shown]) for i in range(positions)]
     rows.append(Row("length", "acceptance length", [interval_text(figures.length) for figures in shown]))
@@ -41,6 +41,11 @@ def section_table(section: Section) -> Table:
         rows.append(Row("speed", "tokens/s without", [_number(figures.plain_tokens_per_s, 1) for figures in shown]))
         rows.append(Row("speed", "with / without", [_ratio(figures) for figures in shown]))
     return Table(columns, rows)
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """Names with a number behind those that came before."""
+    return [name if name not in names[:index] else f"{name} ({names[:index].count(name) + 1})" for index, name in enumerate(names)]
 
 
 def engines(section: Section) -> str:

@@ -187,6 +187,9 @@ def publishing(out: Path, *, identity: Mapping[str, Any], overwrite: bool) -> It
         files = {path.relative_to(partial).as_posix(): sha256_file(path) for path in sorted(partial.rglob("*")) if path.is_file()}
         document = {"identity": dict(identity), "files": files, "proof": publication.proof, "serve": publication.serve}
         atomic_write_json(partial / MANIFEST, {**document, "provenance": provenance()})
+        readable = (partial / MANIFEST).stat().st_mode  # safetensors writes for its owner only; a server is often another user
+        for name in files:
+            (partial / name).chmod(readable)
         _fsync_tree(partial)
         if out.exists():
             os.rename(out, replaced)

@@ -239,3 +239,29 @@ def test_terminal_table(report_data: ReportData, tmp_path: Path, capsys: pytest.
     assert out.rstrip().endswith(f"report: {tmp_path / 'index.html'}")
     length = report_data.measurements[0].acceptance.acceptance_length()
     assert f"{length:.2f} [" in out
+
+
+def test_a_run_made_to_compare_texts_is_no_column(report_data: ReportData, tmp_path: Path) -> None:
+    """As evaluate does: the measurement in bfloat16, and a shorter run in float32 that proves the identity."""
+    proof = report_data.measurements[0]
+    short = dataclasses.replace(proof.acceptance, prompts=proof.acceptance.prompts[:8])
+    main = dataclasses.replace(proof, identity=None, acceptance=dataclasses.replace(proof.acceptance, dtype="bfloat16"))
+    data = dataclasses.replace(report_data, measurements=(main, dataclasses.replace(proof, acceptance=short)), aims=())
+    section = summarise(data).sections[0]
+    assert section_table(section).columns == ["mtp"]
+    assert section.measured[0].measurement == main
+    assert section.num_prompts == 40
+    html = write_report(data, tmp_path).read_text(encoding="utf-8")
+    assert (
+        "token for token the same as plain greedy decoding on 39 of 40 prompts (1000 tokens compared, hf (transformers 5.19.0, float32))"
+        in html
+    )
+    assert "token for token" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+def test_the_same_twice_stands_in_two_columns(report_data: ReportData, tmp_path: Path) -> None:
+    first = report_data.measurements[0]
+    data = dataclasses.replace(report_data, measurements=(first, first), aims=())
+    columns = section_table(summarise(data).sections[0]).columns
+    assert columns[1] == f"{columns[0]} (2)"
+    assert columns[1] in write_report(data, tmp_path).read_text(encoding="utf-8")

@@ -262,6 +262,8 @@ def test_manifest_states_what_was_proven(checkpoint_of: Make, tiny_llama: Path, 
     assert set(document["files"]) == {"config.json", "model.safetensors", "README.md"}
     assert document["proof"]["largest_difference"]["logits"] <= document["proof"]["tolerance"]
     assert document["proof"]["least_effect_of_a_tensor"][1] > 1e-5
+    modes = {path.stat().st_mode for path in result.path.iterdir()}
+    assert len(modes) == 1, "weights are as readable as the rest"
     assert all(document["files"][name] == sha256_file(result.path / name) for name in document["files"])
 
 
