@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mtp_train.acceptance.verify import request_generator
 from mtp_train.engine.base import (
@@ -29,7 +29,10 @@ from mtp_train.records import Acceptance, Response, Sample
 
 
 class VllmEngine(Engine):
-    """vLLM over one target, each operation in processes of its own. Settings: ``conf/engine/vllm.yaml``."""
+    """vLLM over one target, each operation in processes of its own. Settings: ``conf/engine/vllm.yaml``.
+
+    ``load_head`` is what the verbs hand to every engine; vLLM builds heads from a served folder and needs none.
+    """
 
     word = "vllm"
 
@@ -38,6 +41,7 @@ class VllmEngine(Engine):
         *,
         target_path: Path,
         trust_remote_code: bool,
+        load_head: Callable[..., object] | None,
         dtype: str,
         tensor_parallel_size: int,
         data_parallel_size: int,
@@ -87,29 +91,43 @@ class VllmEngine(Engine):
             scratch=self.settings.scratch,
         )
 
-    def _sampling(self, sampling: Sampling, *, request_id: str, ignore_eos: bool) -> dict[str, Any]:
-        """vLLM's SamplingParams of one request; the seed is the request's own, so that its draws repeat in any batch."""
+    def _message(
+        self, request_id: str, token_ids: Sequence[int], sampling: Sampling, *, max_new_tokens: int, ignore_eos: bool
+    ) -> dict[str, Any]:
+        """One request as the worker takes it; the seed is the request's own, so that its draws repeat in any batch."""
+        longest = self.settings.longest_tokens
+        if not 1 <= len(token_ids) < longest:
+            raise ValueError(
+                f"request {request_id}: expected 1 to {longest - 1} tokens (the target's longest sequence less one to answer), "
+                f"found {len(token_ids)}"
+            )
         seed = request_generator(seed=sampling.seed, request_id=request_id).initial_seed()
         return {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "max_tokens": sampling.max_new_tokens,
-            "ignore_eos": ignore_eos,
-            "stop_token_ids": [] if ignore_eos else list(self._stop_ids),
-            "seed": None if sampling.temperature == 0 else seed % 2**63,
+            "request_id": request_id,
+            "token_ids": list(token_ids),
+            "sampling": {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "max_tokens": max_new_tokens,
+                "ignore_eos": ignore_eos,
+                "stop_token_ids": [] if ignore_eos else list(self._stop_ids),
+                "seed": None if sampling.temperature == 0 else seed % 2**63,
+            },
+            "take": None,
         }
 
     def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> Iterator[Generated]:
-        messages = (
-            {
-                "request_id": request.request_id,
-                "token_ids": list(request.token_ids),
-                "sampling": self._sampling(sampling, request_id=request.request_id, ignore_eos=False),
-                "take": None,
-            }
+        messages = [
+            self._message(
+                request.request_id,
+                request.token_ids,
+                sampling,
+                max_new_tokens=min(request.max_new_tokens, sampling.max_new_tokens),
+                ignore_eos=False,
+            )
             for request in requests
-        )
-        with self._pool(self.settings.llm(), copies=self.settings.data_parallel_size) as pool:
+        ]
+        with self._pool(self.settings.llm(drawn=sampling.temperature > 0), copies=self.settings.data_parallel_size) as pool:
             self._described = pool.description
             for answer in pool.run(messages, max_in_flight=2 * self.settings.batch_size, max_in_flight_tokens=None):
                 yield Generated(
@@ -124,74 +142,85 @@ class VllmEngine(Engine):
                 pool, responses, settings, max_in_flight=self.settings.batch_size, max_prefill_tokens=self.settings.max_prefill_tokens
             )
 
-    def _messages(self, requests: Sequence[SpeculateRequest], settings: SpeculateSettings) -> list[dict[str, Any]]:
-        return [
-            {
-                "request_id": request.prompt_id,
-                "token_ids": list(request.token_ids),
-                "sampling": self._sampling(settings.sampling, request_id=request.prompt_id, ignore_eos=settings.ignore_eos),
-                "take": None,
-            }
+    def _decode(
+        self, requests: Sequence[SpeculateRequest], settings: SpeculateSettings, llm: Mapping[str, Any], *, tap_draft: bool = False
+    ) -> _Decoded:
+        """All answers, the process's own counters, the wall time from the first request to the last answer, the draft's rows."""
+        messages = [
+            self._message(
+                request.prompt_id,
+                request.token_ids,
+                settings.sampling,
+                max_new_tokens=settings.sampling.max_new_tokens,
+                ignore_eos=settings.ignore_eos,
+            )
             for request in requests
         ]
-
-    def _decode(
-        self, requests: Sequence[SpeculateRequest], settings: SpeculateSettings, llm: Mapping[str, Any]
-    ) -> tuple[list[dict[str, Any]], dict[str, Any], float]:
-        """All answers, the process's own counters, and the wall time from the first request to the last answer."""
-        messages = self._messages(requests, settings)
-        with self._pool(llm, copies=1) as pool:
+        with self._pool(llm, copies=1, tap_draft=tap_draft) as pool:
             self._described = pool.description
             started = time.perf_counter()
             answers = list(pool.run(messages, max_in_flight=2 * settings.batch_size, max_in_flight_tokens=None))
             wall_s = time.perf_counter() - started
-            return answers, pool.ask({"kind": "counters"})[0], wall_s
+            rows: list[DraftRows] = []
+            if tap_draft:
+                path = pool.folder / "drafts.safetensors"
+                pool.ask({"kind": "take_draft", "path": str(path)})
+                rows = list(read_trace(path))
+            return _Decoded(answers, pool.ask({"kind": "counters"})[0], wall_s, rows)
 
     def speculate(self, requests: Sequence[SpeculateRequest], draft: Path, settings: SpeculateSettings) -> Acceptance:
+        return self._speculate(requests, draft, settings, tap_draft=False)[0]
+
+    def trace(self, requests: Sequence[SpeculateRequest], draft: Path, settings: SpeculateSettings) -> tuple[Acceptance, list[DraftRows]]:
+        """``speculate``, and every forward of the head for ``conformance.compare_drafts``.
+
+        All rows are held in memory: for a few dozen short prompts, to find out where two engines part.
+        """
+        return self._speculate(requests, draft, settings, tap_draft=True)
+
+    def _speculate(
+        self, requests: Sequence[SpeculateRequest], draft: Path, settings: SpeculateSettings, *, tap_draft: bool
+    ) -> tuple[Acceptance, list[DraftRows]]:
         if not settings.refresh:
             raise NotImplementedError("engine=vllm always runs the head again over accepted tokens; refresh=false is measured by engine=hf")
         served = read_served(Path(draft))
         llm = self.settings.speculate_llm(served, settings)
-        answers, counters, wall_s = self._decode(requests, settings, llm)
-        return acceptance(
+        decoded = self._decode(requests, settings, llm, tap_draft=tap_draft)
+        measured = acceptance(
             requests,
-            answers,
-            counters,
+            decoded.answers,
+            decoded.counters,
             settings,
             engine_version=self.version,
             dtype=self.dtype,
-            wall_s=wall_s,
-            notes={"serve": served.command, "plugin": served.plugin, **self.describe()},
+            wall_s=decoded.wall_s,
+            notes={**self.describe(), "class": served.class_name, "serve": served.command, "plugin": served.plugin, "flags": llm},
         )
-
-    def trace(
-        self, requests: Sequence[SpeculateRequest], draft: Path, settings: SpeculateSettings
-    ) -> tuple[dict[str, tuple[int, ...]], list[DraftRows]]:
-        """Speculate and keep every forward of the head: the answers, and the rows for ``conformance.compare_drafts``.
-
-        All rows are held in memory: for a few dozen short prompts, to find out where two engines part.
-        """
-        llm = self.settings.speculate_llm(read_served(Path(draft)), settings)
-        with self._pool(llm, copies=1, tap_draft=True) as pool:
-            answers = list(pool.run(self._messages(requests, settings), max_in_flight=2 * settings.batch_size, max_in_flight_tokens=None))
-            path = pool.folder / "drafts.safetensors"
-            pool.ask({"kind": "take_draft", "path": str(path)})
-            rows = list(read_trace(path))
-        return {answer["request_id"]: tuple(answer["token_ids"]) for answer in answers}, rows
+        return measured, decoded.rows
 
     def baseline(self, requests: Sequence[SpeculateRequest], settings: SpeculateSettings) -> Baseline:
-        answers, _, wall_s = self._decode(requests, settings, self.settings.baseline_llm(settings))
-        return Baseline(token_ids={answer["request_id"]: tuple(answer["token_ids"]) for answer in answers}, wall_s=wall_s)
+        decoded = self._decode(requests, settings, self.settings.baseline_llm(settings))
+        found = {answer["request_id"]: tuple(answer["token_ids"]) for answer in decoded.answers}
+        return Baseline(token_ids={request.prompt_id: found[request.prompt_id] for request in requests}, wall_s=decoded.wall_s)
 
     def describe(self) -> dict[str, Any]:
-        """Library, version, dtype and flags; device and attention kernels too, once something has run."""
+        """What a report must say; device and attention kernels are known once something has run."""
         return {
-            "library": "vllm",
-            "version": self.settings.vllm_version(),
+            "engine": self.word,
+            "version": self.version,
             "dtype": self.dtype,
-            "flags": self.settings.llm(),
+            "stop_ids": list(self._stop_ids),
+            "flags": self.settings.llm(drawn=False),
+            "environment": self.settings.environment(0, probe=False),
             **self._described,
         }
+
+
+class _Decoded(NamedTuple):
+    answers: list[dict[str, Any]]
+    counters: dict[str, Any]
+    wall_s: float
+    rows: list[DraftRows]
 
 
 def _reason(word: str) -> Any:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mtp_train.engine.vllm_repair import repair
+
 # Rows per call of compute_logits: 512 rows of a 128k vocabulary in fp32 are 256 MiB.
 _LOGITS_CHUNK_ROWS = 512
 
@@ -135,11 +137,17 @@ class VllmProbe:
         """Which attention kernels serve, on what device."""
         groups = [group for per_cache in self.model_runner.attn_groups for group in per_cache]
         return {
-            "attention_backend": sorted({group.backend.get_name() for group in groups}),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "attention": sorted({group.backend.get_name() for group in groups}),
             "device": str(self.model_runner.device),
             "model_class": type(self.model_runner.model).__name__,
             "draft_class": type(self.model_runner.drafter.model).__name__ if hasattr(self.model_runner, "drafter") else None,
         }
+
+    def mtp_train_repair(self) -> list[str]:
+        """Mend what ``vllm_repair`` knows to be broken in this build; returns what was mended."""
+        return repair()
 
     def mtp_train_tap_target(self, target_layer_ids: list[int]) -> None:
         """Start to keep the target's hidden states; ids as in DESIGN.md: ``i`` is the output of decoder layer ``i``."""

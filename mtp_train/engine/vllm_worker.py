@@ -43,7 +43,8 @@ class _Server:
             self._call("mtp_train_tap_target", spec["target_layer_ids"])
         if spec["tap_draft"]:
             self._call("mtp_train_tap_draft")
-        self.send({"kind": "ready", "description": self._call("mtp_train_describe")[0]})
+        repaired = self._call("mtp_train_repair")[0]
+        self.send({"kind": "ready", "description": {**self._call("mtp_train_describe")[0], "repaired": repaired}})
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         return self.llm.collective_rpc(method, args=args)
