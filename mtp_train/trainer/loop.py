@@ -22,7 +22,6 @@ from mtp_train.head.base import Head
 from mtp_train.records import Batch
 from mtp_train.runtime import log, progress
 from mtp_train.trainer.data import Subset
-from mtp_train.trainer.denormal import flushed_denormals
 from mtp_train.trainer.finite import PackSums, describe_nonfinite
 from mtp_train.trainer.metrics import Metrics, WandbSettings
 from mtp_train.trainer.module import Precision, TrainingModule
@@ -157,7 +156,7 @@ class Trainer:
         )
         bar = progress(desc="train", unit="step", total=self._settings.num_steps, initial=first)
         try:
-            with StopSignal() as stop, loader, bar, flushed_denormals():
+            with StopSignal() as stop, loader, bar:
                 self._run_steps(loader, stop, metrics, bar)
             self._finish()
         finally:

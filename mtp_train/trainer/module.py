@@ -19,7 +19,8 @@ Device = Literal["auto", "cpu"]
 
 
 def make_accelerator(device: Device) -> Accelerator:
-    """accelerate's view of the processes and devices. ``auto`` takes the accelerator that torch finds, else the CPU.
+    """accelerate's view of the processes and devices. ``auto`` takes the accelerator that torch finds, else the CPU; also
+    where that is Apple's, which has no float64 for the sums.
 
     Precision is not accelerate's business here: ``TrainingModule`` holds the one autocast, and the loop counts its own
     accumulation, since it divides by global row counts and not by packs.
@@ -29,7 +30,7 @@ def make_accelerator(device: Device) -> Accelerator:
     if device not in ("auto", "cpu"):
         raise ValueError(f"device: expected auto or cpu, found {device!r}")
     parallel = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    return Accelerator(cpu=device == "cpu", mixed_precision="no", kwargs_handlers=[parallel])
+    return Accelerator(cpu=device == "cpu" or torch.backends.mps.is_available(), mixed_precision="no", kwargs_handlers=[parallel])
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:

@@ -197,6 +197,7 @@ def test_wandb_offline_writes_its_folder(recipe: Any, tmp_path: Path, monkeypatc
     assert any(path.suffix == ".wandb" and path.stat().st_size > 0 for path in runs[0].iterdir())
 
 
+@pytest.mark.slow
 def test_the_copy_task_is_learned_to_the_end(copy_recipe: Any, tmp_path: Path) -> None:
     """Each token is determined by the last, so a head aligned with its inputs and its teacher can be right every time."""
     replace(
