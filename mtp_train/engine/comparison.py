@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mtp_train.acceptance.report_data import Aim, MarkedAnswer, Measurement, PromptSet, ReportData, TrainedHead, part_from_json
-from mtp_train.checkpoint import read_head_config
+from mtp_train.checkpoint import WEIGHTS, read_head_config
 from mtp_train.engine.base import SpeculateRequest
 from mtp_train.prompt.template import ChatTemplate
 from mtp_train.runtime import atomic_write_json, read_json
@@ -66,7 +67,7 @@ def write_head(
     head = TrainedHead(
         name=name,
         word=config["head"],
-        facts={**made_by["facts"], "settings": json.dumps(config["settings"]), "weights sha256": config["weights_sha256"][:16]},
+        facts=_facts(config, metrics, num_parameters=_num_parameters(checkpoint)),
         metrics=tuple(metrics),
     )
     document = {
@@ -76,6 +77,28 @@ def write_head(
         "provenance": {f"train {name}": made_by, f"evaluate {name}": dict(provenance)},
     }
     atomic_write_json(folder / _HEAD_FILE, document)
+
+
+def _facts(config: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], *, num_parameters: int) -> dict[str, Any]:
+    """What a reader wants to know of a head before its figures."""
+    settings = config["made_by"].get("settings", {})
+    last = metrics[-1] if metrics else {}
+    norms = config["settings"].get("norms", {})
+    return {
+        "parameters": f"{num_parameters / 1e6:.2f} M",
+        "norms on": ", ".join(name for name, on in norms.items() if on) or "none",
+        "steps": last.get("step"),
+        "tokens trained on": last.get("tokens"),
+        "losses": json.dumps(settings.get("losses")),
+        "weights sha256": config["weights_sha256"][:16],
+    }
+
+
+def _num_parameters(checkpoint: Path) -> int:
+    from safetensors import safe_open
+
+    with safe_open(checkpoint / WEIGHTS, framework="pt") as opened:
+        return sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118 - not a dict
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
