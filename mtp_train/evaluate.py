@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_train.runtime import log
-from mtp_train.stage import OpenTarget, build, head_loader, open_target, plain, stage, start
+from mtp_train.stage import OpenTarget, build, head_loader, load_word, open_target, plain, stage, start
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from mtp_train.acceptance.report_data import Measurement
     from mtp_train.engine.base import Engine, SpeculateRequest
+    from mtp_train.exporter.base import Exporter
     from mtp_train.head.base import Head
 
 
@@ -59,6 +60,16 @@ def _loader(target: OpenTarget, engine: Engine) -> Callable[[Path], Head]:
     return load
 
 
+def _draft_of(engine: Engine, checkpoint: Path, target: OpenTarget, served: Path) -> Path:
+    """What the engine drafts with: the checkpoint itself for hf; for the rest the head exported for it, in float32, which the
+    engine rounds to its own dtype."""
+    if engine.word == "hf":
+        return checkpoint
+    node = load_word("exporter", engine.word) | {"dtype": "float32", "overwrite": True}
+    exporter: Exporter = build(node, trust_remote_code=target.trust_remote_code)
+    return exporter.export(checkpoint, target.path, served).path
+
+
 @stage("evaluate")
 def main(cfg: DictConfig) -> None:
     from mtp_train.checkpoint import read_head_config
@@ -76,6 +87,7 @@ def main(cfg: DictConfig) -> None:
     engine = _engine(cfg, target)
     depends_on = {"head": head["weights_sha256"], "target": target.identity(), "engine": plain(cfg.engine), "version": engine.version}
     pieces = Pieces(folder=run.out / "pieces" / cfg.name, identity=depends_on)
+    draft = _draft_of(engine, checkpoint, target, pieces.folder / "served")
     measured: list[Measurement] = []
     for way_name, way in plain(cfg.ways).items():
         settings = speculate_settings(
@@ -86,9 +98,7 @@ def main(cfg: DictConfig) -> None:
             stated = [str(settings), way["plain"], [request.token_ids for request in requests]]
             log(f"evaluate: {cfg.name} on {set_name}, {way_name}, {len(requests)} prompts")
             where = {"head": cfg.name, "prompt_set": set_name, "requests": requests, "settings": settings}
-            decoded = pieces.get(
-                f"{set_name}.{way_name}", stated, partial(decode, engine=engine, draft=checkpoint, plain=way["plain"], **where)
-            )
+            decoded = pieces.get(f"{set_name}.{way_name}", stated, partial(decode, engine=engine, draft=draft, plain=way["plain"], **where))
             measured.append(decoded)
             if way["estimate"]:
                 stated.append([prompt.token_ids for prompt in decoded.acceptance.prompts])
@@ -112,7 +122,7 @@ def main(cfg: DictConfig) -> None:
         def prove() -> Measurement:
             exact = _engine(cfg, target, dtype="float32")
             where = {"head": cfg.name, "prompt_set": cfg.identity.prompt_set}
-            return prove_identity(**where, engine=exact, requests=requests, draft=checkpoint, settings=settings)
+            return prove_identity(**where, engine=exact, requests=requests, draft=draft, settings=settings)
 
         measured.append(pieces.get("identity", [str(settings), [request.token_ids for request in requests]], prove))
     first = next(iter(prompt_sets))

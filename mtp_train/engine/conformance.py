@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -18,14 +19,24 @@ from mtp_train.head.base import Head
 from mtp_train.nn.ragged import RaggedAttention, RaggedCache
 from mtp_train.records import Sample
 
-# Largest relative error (of the rows' root mean square) that a stage may show. Measured on the tiny target and on
-# SmolLM2-135M against transformers in the same dtype, and doubled; float32 differs only in the order of sums.
-TOLERANCES: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 0.08}
+
+class Tolerance(NamedTuple):
+    """What a stage may be apart: the root mean square of its rows' errors, and the largest of them."""
+
+    rms: float
+    max: float
+
+
+# Measured on SmolLM2-135M over 1024 tokens (CPU), vLLM against transformers in the same dtype: float32 rms 1.4e-6, max
+# 1.1e-5; bfloat16 rms 1.6e-2, max 0.10 (a tapped layer against float32: 0.17, at an attention sink), argmax agreement
+# 0.976, KL 1.1e-3 nats; transformers' own bfloat16 is as far from its float32 (1.4e-2, 0.14, 0.980, 7.9e-4).
+TOLERANCES: Mapping[str, Tolerance] = {"float32": Tolerance(1e-5, 1e-4), "bfloat16": Tolerance(0.03, 0.25)}
 
 
 @dataclass(kw_only=True)
 class Gap:
-    """How far two engines are apart at one stage. Errors are differences over the reference's root mean square."""
+    """How far two engines are apart at one stage. A row's error is the norm of the difference over the norm of the
+    reference's row: the rows of one stage differ in size by a factor of hundreds (attention sinks)."""
 
     stage: str
     num_rows: int = 0
@@ -41,14 +52,13 @@ class Gap:
         assert expected.shape == found.shape and len(where) == expected.shape[0], (expected.shape, found.shape, len(where))
         if not len(where):
             return
-        scale = float(expected.double().square().mean().sqrt().clamp_min(1e-30))
-        difference = (expected.double() - found.double()).flatten(1)
-        error_R = difference.abs().amax(1) / scale
+        size_R = expected.double().flatten(1).norm(dim=1).clamp_min(1e-30)
+        error_R = (expected.double() - found.double()).flatten(1).norm(dim=1) / size_R
         error_R = torch.where(error_R.isfinite(), error_R, torch.inf)
         row = int(error_R.argmax())
         if float(error_R[row]) >= self.max_error:
             self.max_error, self.worst = float(error_R[row]), where[row]
-        self._sum_square += float(difference.square().mean(1).sum()) / scale**2
+        self._sum_square += float(error_R.square().sum())
         self.num_rows += len(where)
         self.rms_error = (self._sum_square / self.num_rows) ** 0.5
 
@@ -74,7 +84,7 @@ class Gap:
 class Conformance:
     """All stages of one comparison, in the order in which one rests on the other."""
 
-    tolerance: float
+    tolerance: Tolerance
     gaps: dict[str, Gap] = field(default_factory=dict)
 
     def at(self, stage: str) -> Gap:
@@ -82,11 +92,13 @@ class Conformance:
 
     @property
     def fault(self) -> Gap | None:
-        """The first stage whose largest error is beyond the tolerance; None where all hold."""
-        return next((gap for gap in self.gaps.values() if not gap.max_error <= self.tolerance), None)
+        """The first stage whose errors are beyond the tolerance; None where all hold."""
+        return next(
+            (gap for gap in self.gaps.values() if not (gap.max_error <= self.tolerance.max and gap.rms_error <= self.tolerance.rms)), None
+        )
 
 
-def compare_samples(expected: Iterable[Sample], found: Iterable[Sample], *, lm_head_VD: torch.Tensor, tolerance: float) -> Conformance:
+def compare_samples(expected: Iterable[Sample], found: Iterable[Sample], *, lm_head_VD: torch.Tensor, tolerance: Tolerance) -> Conformance:
     """Compare what two engines' ``prefill`` gave for the same responses, in the same order.
 
     Errors: ValueError where the samples are not of the same tokens.
@@ -126,7 +138,7 @@ def compare_drafts(
     head: Head,
     target_hidden: Mapping[str, torch.Tensor],
     answers: Mapping[str, Sequence[int]],
-    tolerance: float,
+    tolerance: Tolerance,
 ) -> Conformance:
     """Replay vLLM's draft forwards with our own head and compare every row that counted.
 

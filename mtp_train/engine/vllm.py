@@ -203,6 +203,22 @@ class VllmEngine(Engine):
         found = {answer["request_id"]: tuple(answer["token_ids"]) for answer in decoded.answers}
         return Baseline(token_ids={request.prompt_id: found[request.prompt_id] for request in requests}, wall_s=decoded.wall_s)
 
+    def logit_gap(self, token_ids: Sequence[int]) -> float:
+        """Starts a process for the one question; the token behind, which vLLM's prefill wants, does not matter to it."""
+        asked = Response(
+            prompt_id="gap",
+            token_ids=(*token_ids, token_ids[-1]),
+            loss_mask=(*[False] * len(token_ids), True),
+            messages=(),
+            finish_reason="given",
+            category="",
+            source="",
+        )
+        teacher = next(iter(self.prefill([asked], PrefillSettings(target_layer_ids=(), top_k=2)))).teacher
+        assert teacher is not None
+        best, second = teacher.log_probs_MC[-1].tolist()
+        return best - second
+
     def describe(self) -> dict[str, Any]:
         """What a report must say; device and attention kernels are known once something has run."""
         return {
