@@ -119,7 +119,7 @@ class ChainDrafter:
     def _choose(self, hidden_BD: torch.Tensor, generators: Sequence[torch.Generator | None]) -> tuple[list[int], torch.Tensor | None]:
         logits_BV = self.head.project(hidden_BD)
         if self.temperature == 0:
-            return logits_BV.float().argmax(-1).tolist(), None
+            return logits_BV.max(-1).indices.tolist(), None
         q_BV = probabilities(logits_BV, temperature=self.temperature, top_p=self.top_p)
         own = [generator for generator in generators if generator is not None]
         assert len(own) == len(generators), "probabilistic drafts need each request's generator"

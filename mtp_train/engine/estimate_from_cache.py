@@ -57,7 +57,7 @@ def estimate(
                 label_R = batch.token_ids_T[base_R + depth + 2]
                 logits_RV = step.project(step.hidden_TD[base_R])
                 if draft_sampling == "greedy" or sampling.temperature == 0:
-                    hit_R = logits_RV.float().argmax(-1) == label_R
+                    hit_R = logits_RV.max(-1).indices == label_R
                 else:
                     target_RV = functional.linear(
                         batch.hidden_TD[base_R + depth + 1].to(head.shared.lm_head_VD.dtype), head.shared.lm_head_VD

@@ -22,10 +22,12 @@ from mtp_train.engine.base import (
 from mtp_train.engine.hf_generate import generate
 from mtp_train.engine.hf_model import TargetModel
 from mtp_train.engine.hf_prefill import prefill
-from mtp_train.engine.hf_speculate import Speculation
+from mtp_train.engine.hf_speculate import Measured, Speculation, merge
+from mtp_train.engine.room import by_room
 from mtp_train.head.base import Head
 from mtp_train.nn.attention import ATTENTION, PackedAttention
 from mtp_train.records import Acceptance, Response, Sample
+from mtp_train.runtime import progress
 from mtp_train.target.weights import SharedWeights
 
 LoadHead = Callable[[Path, SharedWeights], Head]
@@ -36,7 +38,8 @@ class HfEngine(Engine):
 
     ``load_head`` rebuilds a head from a checkpoint over the weights it shares with the target; the verb hands it over,
     since finding the class that a checkpoint's word names is not the engine's business (None: ``speculate`` refuses).
-    ``batch_size`` sequences are decoded together by ``generate``; ``max_prefill_tokens`` bounds a forward's new tokens.
+    ``batch_size`` sequences are decoded together by ``generate``; ``max_prefill_tokens`` bounds a forward's new tokens,
+    ``max_cache_tokens`` the KV cache: requests that need more room are decoded fewer at a time (``engine/room.py``).
     """
 
     word = "hf"
@@ -51,12 +54,14 @@ class HfEngine(Engine):
         device: str,
         batch_size: int,
         max_prefill_tokens: int,
+        max_cache_tokens: int,
     ) -> None:
-        for name, value in (("batch_size", batch_size), ("max_prefill_tokens", max_prefill_tokens)):
+        for name, value in (("batch_size", batch_size), ("max_prefill_tokens", max_prefill_tokens), ("max_cache_tokens", max_cache_tokens)):
             if value < 1:
                 raise ValueError(f"engine.{name}: expected at least 1, found {value}")
         self.target = TargetModel(path=Path(target_path), dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-        self.load_head, self.batch_size, self.max_prefill_tokens = load_head, batch_size, max_prefill_tokens
+        self.load_head, self.batch_size = load_head, batch_size
+        self.max_prefill_tokens, self.max_cache_tokens = max_prefill_tokens, max_cache_tokens
 
     @property
     def version(self) -> str:
@@ -69,7 +74,21 @@ class HfEngine(Engine):
         return self.target.dtype_word
 
     def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> Iterator[Generated]:
-        return generate(self.target, requests, sampling, batch_size=self.batch_size, max_prefill_tokens=self.max_prefill_tokens)
+        return self._generate(requests, sampling, batch_size=self.batch_size, ignore_eos=False)
+
+    def _generate(
+        self, requests: Sequence[GenerateRequest], sampling: Sampling, *, batch_size: int, ignore_eos: bool
+    ) -> Iterator[Generated]:
+        needs = [len(request.token_ids) + min(request.max_new_tokens, sampling.max_new_tokens) for request in requests]
+        for group in by_room(requests, needs, batch_size=batch_size, max_cache_tokens=self.max_cache_tokens):
+            yield from generate(
+                self.target,
+                group.requests,
+                sampling,
+                batch_size=group.num_slots,
+                max_prefill_tokens=self.max_prefill_tokens,
+                ignore_eos=ignore_eos,
+            )
 
     def prefill(self, responses: Iterable[Response], settings: PrefillSettings) -> Iterator[Sample]:
         return prefill(self.target, responses, settings, max_prefill_tokens=self.max_prefill_tokens)
@@ -80,14 +99,16 @@ class HfEngine(Engine):
         head = self.load_head(draft, self.target.shared_weights())
         head = head.to(device=self.target.device, dtype=self.target.model.dtype).eval()
         _check_ids([request.prompt_id for request in requests])
-        run = Speculation(
-            target=self.target,
-            head=head,
-            settings=settings,
-            max_prefill_tokens=self.max_prefill_tokens,
-            num_slots=min(settings.batch_size, len(requests)),
-        )
-        measured = run.run(requests)
+        margin = settings.sampling.max_new_tokens + settings.num_speculative_tokens + 1
+        needs = [len(request.token_ids) + margin for request in requests]
+        parts: list[Measured] = []
+        with progress(desc=f"decode with drafts, {self.dtype}", unit="prompt", total=len(requests)) as bar:
+            for group in by_room(requests, needs, batch_size=settings.batch_size, max_cache_tokens=self.max_cache_tokens):
+                run = Speculation(
+                    target=self.target, head=head, settings=settings, max_prefill_tokens=self.max_prefill_tokens, num_slots=group.num_slots
+                )
+                parts.append(run.run(group.requests, bar.update))
+        measured = merge(parts, order=[request.prompt_id for request in requests])
         return Acceptance(
             prompts=tuple(measured.prompts),
             scheme="chain",
@@ -114,18 +135,11 @@ class HfEngine(Engine):
     def baseline(self, requests: Sequence[SpeculateRequest], settings: SpeculateSettings) -> Baseline:
         _check_ids([request.prompt_id for request in requests])
         started = time.perf_counter()
-        answers = generate(
-            self.target,
-            [
-                GenerateRequest(request_id=request.prompt_id, token_ids=request.token_ids, max_new_tokens=settings.sampling.max_new_tokens)
-                for request in requests
-            ],
-            settings.sampling,
-            batch_size=settings.batch_size,
-            max_prefill_tokens=self.max_prefill_tokens,
-            ignore_eos=settings.ignore_eos,
-        )
-        token_ids = {answer.request_id: answer.token_ids for answer in answers}
+        limit = settings.sampling.max_new_tokens
+        asked = [GenerateRequest(request_id=r.prompt_id, token_ids=r.token_ids, max_new_tokens=limit) for r in requests]
+        answers = self._generate(asked, settings.sampling, batch_size=settings.batch_size, ignore_eos=settings.ignore_eos)
+        with progress(answers, desc=f"decode without drafts, {self.dtype}", unit="prompt", total=len(requests)) as bar:
+            token_ids = {answer.request_id: answer.token_ids for answer in bar}
         wall_s = time.perf_counter() - started
         return Baseline(token_ids={request.prompt_id: token_ids[request.prompt_id] for request in requests}, wall_s=wall_s)
 
@@ -145,9 +159,10 @@ class HfEngine(Engine):
             "device": str(self.target.device),
             "threads": torch.get_num_threads(),
             "dtype": self.dtype,
-            "attention": f"{ATTENTION} (nn/attention.py: flash kernels over packed rows, scaled_dot_product_attention over the ragged KV cache)",
+            "attention": f"{ATTENTION} (flash kernels over packed rows, scaled_dot_product_attention over the ragged KV cache)",
             "batch_size": self.batch_size,
             "max_prefill_tokens": self.max_prefill_tokens,
+            "max_cache_tokens": self.max_cache_tokens,
             "stop_ids": sorted(self.target.stop_ids),
         }
 

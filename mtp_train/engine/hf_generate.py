@@ -43,7 +43,7 @@ def share_rows(num_pending: Sequence[int], *, budget: int) -> list[int]:
 def choose(logits_MV: torch.Tensor, generators: Sequence[torch.Generator], *, temperature: float, top_p: float) -> list[int]:
     """The next token of each row: the argmax, or drawn by the row's own generator."""
     if temperature == 0:
-        return logits_MV.float().argmax(-1).tolist()
+        return logits_MV.max(-1).indices.tolist()
     return draw(probabilities(logits_MV, temperature=temperature, top_p=top_p), uniforms(generators, [1] * len(generators))).tolist()
 
 

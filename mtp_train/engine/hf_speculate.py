@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -62,6 +62,18 @@ class _Piece(NamedTuple):
     hidden_RD: torch.Tensor
 
 
+def merge(parts: Sequence[Measured], *, order: Sequence[str]) -> Measured:
+    """Runs over parts of a prompt set as one, the answers in ``order``."""
+    prompts = {prompt.prompt_id: prompt for part in parts for prompt in part.prompts}
+    return Measured(
+        prompts=[prompts[prompt_id] for prompt_id in order],
+        drafted_beyond_end=[sum(counts) for counts in zip(*(part.drafted_beyond_end for part in parts), strict=True)],
+        accepted_beyond_end=[sum(counts) for counts in zip(*(part.accepted_beyond_end for part in parts), strict=True)],
+        wall_s=sum(part.wall_s for part in parts),
+        num_forwards=sum(part.num_forwards for part in parts),
+    )
+
+
 class Speculation:
     """One run over a set of requests."""
 
@@ -84,7 +96,8 @@ class Speculation:
         self.accepted_all = [0] * settings.num_speculative_tokens
 
     @torch.inference_mode()
-    def run(self, requests: Sequence[SpeculateRequest]) -> Measured:
+    def run(self, requests: Sequence[SpeculateRequest], on_answer: Callable[[], object]) -> Measured:
+        """Decode all requests; ``on_answer`` is called as each ends."""
         started = time.perf_counter()
         waiting = deque(requests)
         done: dict[str, PromptAcceptance] = {}
@@ -100,6 +113,7 @@ class Speculation:
                 bases = self._write(piece, *verified)
                 if bases is None:
                     done[piece.sequence.request.prompt_id] = self._finish(piece.slot)
+                    on_answer()
                 else:
                     new.append(bases)
             if new:

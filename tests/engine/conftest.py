@@ -79,6 +79,7 @@ def make_engine():
             "device": "cpu",
             "batch_size": 4,
             "max_prefill_tokens": 64,
+            "max_cache_tokens": 16384,
         }
         return HfEngine(**{**settings, **changes})
 

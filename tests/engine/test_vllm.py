@@ -16,6 +16,7 @@ from mtp_train.engine.estimate_from_cache import estimate
 from mtp_train.engine.hf import HfEngine
 from mtp_train.engine.vllm import VllmEngine
 from mtp_train.engine.vllm_repair import expand_batch_to_tokens
+from mtp_train.exporter.served import Served, write_served
 from mtp_train.exporter.vllm import VllmExporter
 from mtp_train.head.mtp import Mtp
 from mtp_train.records import Response
@@ -98,7 +99,14 @@ def make_head(target: Path, *, switches: dict[str, bool], zero: bool, order: str
 @pytest.fixture(scope="module")
 def hf(target: Path) -> HfEngine:
     return HfEngine(
-        target_path=target, trust_remote_code=False, load_head=None, dtype="float32", device="cpu", batch_size=4, max_prefill_tokens=256
+        target_path=target,
+        trust_remote_code=False,
+        load_head=None,
+        dtype="float32",
+        device="cpu",
+        batch_size=4,
+        max_prefill_tokens=256,
+        max_cache_tokens=8192,
     )
 
 
@@ -198,7 +206,7 @@ def test_prefill_equals_the_reference(target: Path, hf: HfEngine, tmp_path: Path
 def test_generate_equals_the_reference(target: Path, hf: HfEngine) -> None:
     asked = [GenerateRequest(request_id=f"g{i}", token_ids=random_ids(1 + 13 * i, seed=i), max_new_tokens=20 + i) for i in range(10)]
     sampling = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=26, seed=0)
-    found = {answer.request_id: answer for answer in vllm(target, data_parallel_size=1).generate(asked, sampling)}
+    found = {answer.request_id: answer for answer in vllm(target, data_parallel_size=2).generate(asked, sampling)}
     expected = {answer.request_id: answer for answer in hf.generate(asked, sampling)}
     assert found == expected
     assert {answer.finish_reason for answer in expected.values()} == {"stop", "length"}
@@ -258,6 +266,28 @@ def test_each_class_drafts_what_the_head_drafts(
     result = replay(head, hf, asked, measured, rows)
     assert result.fault is None, result.fault
     assert result.at("depth 2 logits").argmax_agreement > 0.98
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_methods_without_a_head(method: str, target: Path, hf: HfEngine, tmp_path: Path) -> None:
+    """ngram drafts at some steps only; a draft model that is the target itself has every draft accepted."""
+    config = (
+        {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+        if method == "ngram"
+        else {"method": method, "model": str(target)}
+    )
+    write_served(tmp_path, Served(class_name=method, speculative_config=config, hf_overrides=None, plugin=None, target_path=str(target)))
+    asked = [dataclasses.replace(r, token_ids=r.token_ids * 3) for r in requests(6)]
+    kept = settings(ignore_eos=True, sampling=Sampling(temperature=0.0, top_p=1.0, max_new_tokens=30, seed=0))
+    measured = vllm(target, max_length_tokens=512).speculate(asked, tmp_path, kept)
+    plain = hf.baseline(asked, kept).token_ids
+    for prompt in measured.prompts:
+        assert prompt.token_ids == plain[prompt.prompt_id]
+        assert sum(prompt.accepted) == prompt.num_accepted and prompt.num_drafts <= prompt.num_drafted_per_position[0] <= 29
+    if method == "draft_model":
+        assert measured.rate_per_position()[0] == 1.0 and measured.acceptance_length() > 3.5
+    else:
+        assert 0 < measured.num_drafts < sum(len(ids) - 1 for ids in plain.values()), "some steps draft nothing"
 
 
 def test_a_changed_tensor_is_found_and_its_stage_named(target: Path, hf: HfEngine, tmp_path: Path) -> None:

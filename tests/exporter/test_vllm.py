@@ -79,7 +79,14 @@ def save_checkpoint(folder: Path, target: Path, *, switches: dict[str, bool], ze
         made_by={},
     )
     engine = HfEngine(
-        target_path=target, trust_remote_code=False, load_head=None, dtype="float32", device="cpu", batch_size=2, max_prefill_tokens=64
+        target_path=target,
+        trust_remote_code=False,
+        load_head=None,
+        dtype="float32",
+        device="cpu",
+        batch_size=2,
+        max_prefill_tokens=64,
+        max_cache_tokens=8192,
     )
     ids = torch.randint(3, 128, (20,), generator=torch.Generator().manual_seed(3)).tolist()
     responses = [
