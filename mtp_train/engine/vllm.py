@@ -92,7 +92,7 @@ class VllmEngine(Engine):
         )
 
     def _message(
-        self, request_id: str, token_ids: Sequence[int], sampling: Sampling, *, max_new_tokens: int, ignore_eos: bool
+        self, request_id: str, token_ids: Sequence[int], sampling: Sampling, *, max_new_tokens: int, ignore_eos: bool, by_step: bool
     ) -> dict[str, Any]:
         """One request as the worker takes it; the seed is the request's own, so that its draws repeat in any batch."""
         longest = self.settings.longest_tokens
@@ -114,6 +114,7 @@ class VllmEngine(Engine):
                 "seed": None if sampling.temperature == 0 else seed % 2**63,
             },
             "take": None,
+            "by_step": by_step,
         }
 
     def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> Iterator[Generated]:
@@ -124,6 +125,7 @@ class VllmEngine(Engine):
                 sampling,
                 max_new_tokens=min(request.max_new_tokens, sampling.max_new_tokens),
                 ignore_eos=False,
+                by_step=False,
             )
             for request in requests
         ]
@@ -153,6 +155,7 @@ class VllmEngine(Engine):
                 settings.sampling,
                 max_new_tokens=settings.sampling.max_new_tokens,
                 ignore_eos=settings.ignore_eos,
+                by_step=True,
             )
             for request in requests
         ]

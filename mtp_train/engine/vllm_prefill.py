@@ -40,6 +40,7 @@ def prefill(
                 "token_ids": list(response.token_ids),
                 "sampling": {"temperature": 0.0, "max_tokens": 1},
                 "take": take,
+                "by_step": False,
             }
 
     first = 0

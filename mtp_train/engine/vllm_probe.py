@@ -143,8 +143,15 @@ class VllmProbe:
             "attention": sorted({group.backend.get_name() for group in groups}),
             "device": str(self.model_runner.device),
             "model_class": type(self.model_runner.model).__name__,
-            "draft_class": type(self.model_runner.drafter.model).__name__ if hasattr(self.model_runner, "drafter") else None,
+            "draft_class": self._mtp_train_draft_class(),
         }
+
+    def _mtp_train_draft_class(self) -> str | None:
+        """The head's class; the proposer's where it has no model (ngram); None without speculation."""
+        if not hasattr(self.model_runner, "drafter"):
+            return None
+        drafter = self.model_runner.drafter
+        return type(drafter.model if hasattr(drafter, "model") else drafter).__name__
 
     def mtp_train_repair(self) -> list[str]:
         """Mend what ``vllm_repair`` knows to be broken in this build; returns what was mended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,19 +45,27 @@ def acceptance(
 
 
 def prompt_acceptance(request: SpeculateRequest, answer: Mapping[str, Any], settings: SpeculateSettings) -> PromptAcceptance:
-    """Count one answer's verifications by the rules that the reference decoder and the estimate use."""
+    """Count one answer's verifications by the rules that the reference decoder and the estimate use.
+
+    ``emitted_per_step`` are all steps, ``drafted_per_step`` and ``accepted_per_step`` those that verified drafts; a method
+    may draft nothing at a step (ngram without a match). A step of one token and a verification that accepted nothing
+    look alike and count alike, so the next verification of which that may be said is taken to be it.
+    """
     tally = Tally(num_speculative_tokens=settings.num_speculative_tokens)
     tally.first_token()
-    num_tokens, emitted = len(answer["token_ids"]), 1
-    for num_accepted in answer["accepted_per_step"]:
-        left = num_tokens - emitted
-        assert left > 0, f"{request.prompt_id}: a verification after the answer's end"
-        num_drafted = min(settings.num_speculative_tokens, settings.sampling.max_new_tokens - emitted)
-        num_kept = min(num_accepted + 1, left)
-        tally.verification(num_drafted=num_drafted, num_accepted=min(num_accepted, num_drafted), num_kept=num_kept)
+    records = deque(zip(answer["drafted_per_step"], answer["accepted_per_step"], strict=True))
+    steps, emitted = answer["emitted_per_step"], answer["emitted_per_step"][0]
+    assert emitted == 1, f"{request.prompt_id}: the first step emits the token that the prefill gives"
+    for index, num_kept in enumerate(steps[1:], start=1):
+        last = index == len(steps) - 1
+        if records and (num_kept > 1 or records[0][1] == 0 or last):
+            num_drafted, num_accepted = records.popleft()
+            num_drafted = min(num_drafted, settings.sampling.max_new_tokens - emitted)
+            tally.verification(num_drafted=num_drafted, num_accepted=min(num_accepted, num_drafted), num_kept=num_kept)
+        else:
+            tally.first_token()
         emitted += num_kept
-    # Where the engine had no room left to draft (at the longest sequence it allows), tokens come one by one.
-    tally.accepted_flags += [False] * (num_tokens - emitted)
+    assert not records, f"{request.prompt_id}: {len(records)} verifications that no step emitted"
     return tally.result(
         prompt_id=request.prompt_id, category=request.category, num_prompt_tokens=len(request.token_ids), token_ids=answer["token_ids"]
     )

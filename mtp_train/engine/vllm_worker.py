@@ -38,6 +38,7 @@ class _Server:
         self.llm = LLM(**spec["llm"])
         self.engine = self.llm.llm_engine
         self.waiting: dict[str, dict[str, Any]] = {}
+        self.written: dict[str, list[list[int]]] = {}
         self.inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         if spec["target_layer_ids"] is not None:
             self._call("mtp_train_tap_target", spec["target_layer_ids"])
@@ -72,6 +73,7 @@ class _Server:
                     self._receive(message)
             if self.waiting:
                 for output in self.engine.step():
+                    self.written.setdefault(output.request_id, []).append(list(output.outputs[0].token_ids))
                     if output.finished:
                         self._answer(output)
 
@@ -84,20 +86,23 @@ class _Server:
             self.send({"kind": "counters", **self._counters()})
             return
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         assert message["kind"] == "request", message["kind"]
         self.waiting[message["request_id"]] = message
-        self.engine.add_request(
-            message["request_id"], {"prompt_token_ids": message["token_ids"]}, SamplingParams(detokenize=False, **message["sampling"])
-        )
+        # Step by step where it is counted what each step emitted; else vLLM need not build outputs that nobody reads.
+        kind = RequestOutputKind.DELTA if message["by_step"] else RequestOutputKind.FINAL_ONLY
+        params = SamplingParams(detokenize=False, output_kind=kind, **message["sampling"])
+        self.engine.add_request(message["request_id"], {"prompt_token_ids": message["token_ids"]}, params)
 
     def _answer(self, output: Any) -> None:
         request = self.waiting.pop(output.request_id)
-        completion = output.outputs[0]
+        completion, pieces = output.outputs[0], self.written.pop(output.request_id)
         answer: dict[str, Any] = {
             "kind": "answer",
             "request_id": output.request_id,
-            "token_ids": list(completion.token_ids),
+            "token_ids": [token for piece in pieces for token in piece],
+            "emitted_per_step": [len(piece) for piece in pieces if piece],
             "finish_reason": completion.finish_reason,
         }
         metrics = completion.spec_decode_metrics

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtp_train.runtime import read_json
+from mtp_train.runtime import atomic_write_json, read_json
 
 SERVE = "serve.json"
 
@@ -44,7 +44,7 @@ def serve_command(*, target: str, speculative_config: dict[str, Any], hf_overrid
 
 
 def read_served(folder: Path) -> Served:
-    """Read ``serve.json``; ``model`` becomes this folder, wherever it was moved.
+    """Read ``serve.json``. A ``model`` of ``.`` is this folder, wherever it was moved; ngram has none, draft_model another's.
 
     Errors: ValueError where the folder is not one that the vLLM exporter wrote.
     """
@@ -53,10 +53,29 @@ def read_served(folder: Path) -> Served:
     document = read_json(folder / SERVE)
     if document.get("engine") != "vllm":
         raise ValueError(f"{folder / SERVE}: expected an export for vllm, found one for {document.get('engine')!r}")
+    speculative = dict(document["speculative_config"])
+    if speculative.get("model") == ".":
+        speculative["model"] = str(folder.resolve())
     return Served(
         class_name=document["class"],
-        speculative_config={**document["speculative_config"], "model": str(folder.resolve())},
+        speculative_config=speculative,
         hf_overrides=document["hf_overrides"],
         plugin=document["plugin"],
         target_path=document["target"],
+    )
+
+
+def write_served(folder: Path, served: Served) -> None:
+    """Write ``serve.json``: an exporter's last word, or all there is for a method without weights of its own (ngram)."""
+    atomic_write_json(
+        folder / SERVE,
+        {
+            "engine": "vllm",
+            "class": served.class_name,
+            "speculative_config": served.speculative_config,
+            "hf_overrides": served.hf_overrides,
+            "plugin": served.plugin,
+            "target": served.target_path,
+            "command": served.command,
+        },
     )

@@ -11,7 +11,7 @@ import torch
 from mtp_train.exporter.base import Exporter, ExportResult, Source, finished_export, identity_of, publishing, read_source, rename
 from mtp_train.exporter.graph import PairGraph
 from mtp_train.exporter.proof import same_tensors
-from mtp_train.exporter.served import SERVE, serve_command
+from mtp_train.exporter.served import SERVE, Served, write_served
 from mtp_train.exporter.vllm_classes import VllmClass, choose_class
 from mtp_train.runtime import atomic_write_json, atomic_write_text, read_json
 from mtp_train.target.weights import read_shared
@@ -178,27 +178,20 @@ def write_folder(folder: Path, row: VllmClass, *, tensors: Mapping[str, torch.Te
     atomic_write_json(folder / "config.json", dict(config))
     overrides = {"num_nextn_predict_layers": 1} if row.reads_target_config else None
     plugin = "mtp-train" if row.layer == "plugin" else None
-    command = serve_command(
-        target=target, speculative_config={"method": row.method, "model": ".", "num_speculative_tokens": 3}, hf_overrides=overrides
+    served = Served(
+        class_name=row.name,
+        speculative_config={"method": row.method, "model": "."},
+        hf_overrides=overrides,
+        plugin=plugin,
+        target_path=target,
     )
-    atomic_write_json(
-        folder / SERVE,
-        {
-            "engine": "vllm",
-            "class": row.name,
-            "speculative_config": {"method": row.method},
-            "hf_overrides": overrides,
-            "plugin": plugin,
-            "target": target,
-            "command": command,
-        },
-    )
+    write_served(folder, served)
     needs = (
         "It needs our plugin: install mtp-train where vLLM runs; vLLM then finds it by itself."
         if plugin
         else f"Stock vLLM serves it: `{row.name}` (vllm/model_executor/models/{row.source}) computes exactly this graph."
     )
-    atomic_write_text(folder / "README.md", _README.format(needs=needs, command=command, overrides=_OVERRIDES if overrides else ""))
+    atomic_write_text(folder / "README.md", _README.format(needs=needs, command=served.command, overrides=_OVERRIDES if overrides else ""))
 
 
 _OVERRIDES = (
