@@ -16,7 +16,9 @@ CONFIG = "head.json"
 _REQUIRED = ("format_version", "head", "method", "hidden_state", "settings", "target", "weights_sha256")
 
 
-def save_head(path: Path, tensors: Mapping[str, torch.Tensor], *, config: Mapping[str, Any], target: Mapping[str, Any], made_by: Mapping[str, Any]) -> None:
+def save_head(
+    path: Path, tensors: Mapping[str, torch.Tensor], *, config: Mapping[str, Any], target: Mapping[str, Any], made_by: Mapping[str, Any]
+) -> None:
     """Write a head into the folder ``path``: weights first, ``head.json`` with their sha256 last (= complete).
 
     ``config`` is ``Head.draft_config()``; ``target`` the identity of the target that it was trained on (name,
@@ -37,13 +39,19 @@ def read_head_config(path: Path) -> dict[str, Any]:
     Errors: ValueError where the folder holds no head, a field is missing, or the format is of another version.
     """
     if not (path / CONFIG).is_file():
-        raise ValueError(f"{path}: expected a head ({CONFIG} and {WEIGHTS}), found no {CONFIG}; run train first, or point checkpoint= at a head's folder")
+        raise ValueError(
+            f"{path}: expected a head ({CONFIG} and {WEIGHTS}), found no {CONFIG}; run train first, or point checkpoint= at a head's folder"
+        )
     document = read_json(path / CONFIG)
     missing = [name for name in _REQUIRED if name not in document]
     if missing:
-        raise ValueError(f"{path / CONFIG}: expected the fields {_REQUIRED}, found none named {missing}; the head was not written by mtp-train")
+        raise ValueError(
+            f"{path / CONFIG}: expected the fields {_REQUIRED}, found none named {missing}; the head was not written by mtp-train"
+        )
     if document["format_version"] != FORMAT_VERSION:
-        raise ValueError(f"{path / CONFIG}: expected format_version {FORMAT_VERSION}, found {document['format_version']}; retrain or convert the head")
+        raise ValueError(
+            f"{path / CONFIG}: expected format_version {FORMAT_VERSION}, found {document['format_version']}; retrain or convert the head"
+        )
     if document["hidden_state"] not in ("post_norm", "pre_norm"):
         raise ValueError(f"{path / CONFIG}: expected hidden_state post_norm or pre_norm, found {document['hidden_state']!r}")
     return dict(document)
@@ -55,5 +63,7 @@ def read_head_tensors(path: Path) -> dict[str, torch.Tensor]:
 
     expected, found = read_head_config(path)["weights_sha256"], sha256_file(path / WEIGHTS)
     if expected != found:
-        raise ValueError(f"{path / WEIGHTS}: expected sha256 {expected}, found {found}; the file is damaged or of another head: copy it again")
+        raise ValueError(
+            f"{path / WEIGHTS}: expected sha256 {expected}, found {found}; the file is damaged or of another head: copy it again"
+        )
     return load_file(path / WEIGHTS)

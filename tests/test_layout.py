@@ -37,6 +37,11 @@ HEAVY = {"transformers", "vllm", "deepspeed", "wandb", "matplotlib", "datasets",
 LOADED_BY_ENGINE = {"mtp_train/engine/vllm_plugin_model.py": {"vllm"}}
 DRAWERS = {"utils", "util", "common", "helpers", "helper", "misc", "manager", "wrapper"}
 CODE_GROUPS = ("head", "loss", "engine", "exporter", "decoding")
+# Words that are settings of one computation, or cases of one definition, and so have one test together.
+TESTED_TOGETHER = {
+    "tests/head/test_pair.py": {"mtp", "eagle"},
+    "tests/loss/test_losses.py": {"forward_kl", "topk_kl", "cross_entropy", "total_variation", "hidden_l1"},
+}
 MAX_MODULE_LINES, MAX_FUNCTION_LINES = 320, 70
 
 
@@ -173,8 +178,10 @@ def test_a_word_is_one_spelling(group: str, word: str) -> None:
     assert found is not None, f"no {key}"
     assert found[1].startswith(expected), f"{key} is {found[1]}"
     assert (PACKAGE / group / f"{word}.py").is_file(), f"missing: mtp_train/{group}/{word}.py"
-    folder = ROOT / "tests" / group
-    assert (folder / f"test_{word}.py").is_file() or list(folder.glob(f"test_{word}_*.py")), f"missing: tests/{group}/test_{word}.py"
+    tests = {_name(path): path for path in sorted((ROOT / "tests" / group).glob("test_*.py"))}
+    own = [name for name in tests if re.fullmatch(rf"tests/{group}/test_{word}(_\w+)?\.py", name)]
+    shared = [name for name in tests if word in TESTED_TOGETHER.get(name, ()) and word in tests[name].read_text(encoding="utf-8")]
+    assert own or shared, f"missing: tests/{group}/test_{word}.py"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "conf" / "experiment").glob("*.yaml")), ids=lambda path: path.stem)

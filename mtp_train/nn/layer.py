@@ -88,6 +88,11 @@ class DecoderLayer(nn.Module):
         position_1T = position_T[None]
         cos_sin = self.rotary(hidden_TD[None], position_ids=position_1T)
         out = self.layer(
-            hidden_TD[None], position_ids=position_1T, position_embeddings=cos_sin, attention_mask=None, use_cache=False, attention_context=context
+            hidden_TD[None],
+            position_ids=position_1T,
+            position_embeddings=cos_sin,
+            attention_mask=None,
+            use_cache=False,
+            attention_context=context,
         )
         return (out[0] if isinstance(out, tuple) else out)[0]
