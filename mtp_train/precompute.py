@@ -89,7 +89,8 @@ def main(cfg: DictConfig) -> None:
     if is_main():
         manifest = writer.finish()
         log(
-            f"{manifest.num_samples} samples, {manifest.num_loss_tokens} answer tokens in {run.out}; next: python -m mtp_train.train run={cfg.run}"
+            f"{manifest.num_samples} samples, {manifest.num_loss_tokens} answer tokens in {run.out}; "
+            f"next: python -m mtp_train.train run={cfg.run}"
         )
 
 

@@ -127,9 +127,9 @@ class CachePlan:
                 (number for number, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(self.samples), len(begun.samples))
             )
             raise ValueError(
-                f"{folder}: this cache was begun with {len(begun.samples)} samples, expected {len(self.samples)}; the first difference is at "
-                f"number {first}: begun with {_entry(begun, first)}, expected {_entry(self, first)}; the responses have changed since: "
-                "precompute into another folder, or delete this one"
+                f"{folder}: this cache was begun with {len(begun.samples)} samples, expected {len(self.samples)}; the first "
+                f"difference is at number {first}: begun with {_entry(begun, first)}, expected {_entry(self, first)}; "
+                "the responses have changed since: precompute into another folder, or delete this one"
             )
 
 

@@ -73,7 +73,7 @@ class TargetModel:
                 f"target {type(self.model).__name__}: expected a decoder with `layers` and a final `norm` as Llama's, found "
                 f"{[name for name, _ in decoder.named_children()]}; this architecture is not supported by engine=hf"
             )
-        if not isinstance(lm_head, nn.Linear) or lm_head.bias is not None:
+        if not isinstance(lm_head, nn.Linear) or "bias" in dict(lm_head.named_parameters()):
             raise ValueError(f"target {type(self.model).__name__}: expected an lm_head that is a linear map without bias, found {lm_head}")
         return decoder, lm_head
 

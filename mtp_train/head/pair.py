@@ -83,7 +83,7 @@ class PairHead(Head):
             if parameter.ndim >= 2:
                 nn.init.normal_(parameter, std=std)
         if self.norms["output"]:
-            self.output_norm.weight.data.copy_(self.shared.final_norm_weight_D)
+            self.output_norm.get_parameter("weight").data.copy_(self.shared.final_norm_weight_D)
         if self.init == "target_last_layer":
             tensors = read_layer(target_path, last_layer)
             if not self.norms["input"]:

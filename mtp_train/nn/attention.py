@@ -7,6 +7,7 @@ Tokens of all sequences lie behind one another on one axis (batch axis of size 1
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -75,7 +76,7 @@ class _Unrolled(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         bounds: tuple[int, ...],
         scale: float,
@@ -87,7 +88,7 @@ class _Unrolled(torch.autograd.Function):
     ) -> torch.Tensor:
         out = torch.empty_like(q)
         log_sum = torch.empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-        for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+        for first, last in itertools.pairwise(bounds):
             kernel = causal_kernel(q[:, first:last], window=window)
             out[:, first:last], log_sum[:, first:last] = kernel.forward(
                 q[:, first:last], k[:, first:last], v[:, first:last], scale=scale, window=_within(window, last - first)
@@ -105,12 +106,12 @@ class _Unrolled(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         q, k, v, out, log_sum, *own = ctx.saved_tensors
         scale, window = ctx.scale, ctx.window
         grad = grad.contiguous()
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for first, last in zip(ctx.bounds[:-1], ctx.bounds[1:], strict=True):
+        for first, last in itertools.pairwise(ctx.bounds):
             rows = slice(first, last)
             kernel = causal_kernel(q[:, rows], window=window)
             grad_q[:, rows], grad_k[:, rows], grad_v[:, rows] = kernel.backward(

@@ -182,7 +182,7 @@ class FlashCudaKernel:
             window_size_left=left,
             window_size_right=None if left is None else 0,
         )
-        return tuple(grad[0].transpose(0, 1) for grad in grads)  # type: ignore[return-value]
+        return tuple(grad[0].transpose(0, 1) for grad in grads)
 
 
 def causal_kernel(q_NTH: torch.Tensor, *, window: int | None) -> CausalKernel:

@@ -93,8 +93,7 @@ def test_an_error_comes_where_its_step_would_have_come(cache):
         StepLoader(reader=reader, plan=plan, rank=0, world_size=1, start_step=0, stop_step=50, max_prefetch=4) as loader,
         pytest.raises(ValueError, match=r"shard-\d+.*rerun precompute"),
     ):
-        for step in loader:
-            seen.append(step.step)
+        seen.extend(step.step for step in loader)
     assert seen == list(range(bad_step))
 
 

@@ -20,7 +20,9 @@ def test_one_slot_at_the_least() -> None:
 
 
 def test_answers_do_not_depend_on_the_bound(make_engine, tiny_target: Path) -> None:
-    requests = [GenerateRequest(request_id=str(n), token_ids=tuple(3 + i % 40 for i in range(1 + 40 * n)), max_new_tokens=20) for n in range(8)]
+    requests = [
+        GenerateRequest(request_id=str(n), token_ids=tuple(3 + i % 40 for i in range(1 + 40 * n)), max_new_tokens=20) for n in range(8)
+    ]
     sampling = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=12, seed=0)
     wide, narrow = (
         {a.request_id: a.token_ids for a in make_engine(tiny_target, batch_size=8, max_cache_tokens=bound).generate(requests, sampling)}

@@ -62,7 +62,7 @@ def test_templates_alone_cannot_make_two_prompts_share_a_run_of_words() -> None:
 
 
 def test_too_few_sources_is_said() -> None:
-    with pytest.raises(ValueError, match="found sources for [0-9]+ only"):
+    with pytest.raises(ValueError, match=r"found sources for [0-9]+ only"):
         build_recipe(seed=0, num_train=1, num_heldout=400, prose_share=1.0)
 
 
