@@ -1,0 +1,91 @@
+"""The ragged KV cache: any split into forwards gives the same rows; tokens are taken back, kept along a tree, replaced."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mtp_train.nn.attention import PackedAttention
+from mtp_train.nn.ragged import FIRST_CAPACITY_TOKENS, RaggedAttention, RaggedCache
+
+SCALE = 0.3
+LENGTH = 12
+
+
+def tokens(seed: int, heads: int, length: int = LENGTH) -> torch.Tensor:
+    return torch.randn((heads, length, 8), generator=torch.Generator().manual_seed(seed))
+
+
+def attend(cache: RaggedCache, slots: list[int], parts: list[tuple[torch.Tensor, ...]], **more):  # type: ignore[no-untyped-def]
+    context = RaggedAttention(cache=cache, slots=slots, counts=[part[0].shape[1] for part in parts], **more)
+    q, k, v = (torch.cat([part[i] for part in parts], 1) for i in range(3))
+    out = context.attend(0, q, k, v, scale=SCALE, window=None)
+    context.commit()
+    return out.split(context.counts, dim=1)
+
+
+def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return PackedAttention(bounds=(0, q.shape[1])).attend(0, q, k, v, scale=SCALE, window=None)
+
+
+@pytest.mark.parametrize("num_slots", [2, 5])
+def test_pieces_of_several_sequences_equal_each_in_one(num_slots: int) -> None:
+    sequences = [(tokens(10 * s, 4), tokens(10 * s + 1, 2), tokens(10 * s + 2, 2)) for s in range(num_slots)]
+    cache = RaggedCache(num_slots=num_slots)
+    found: list[list[torch.Tensor]] = [[] for _ in sequences]
+    for begin, end in ((0, 7), (7, 8), (8, 12)):
+        order = list(reversed(range(num_slots)))
+        outs = attend(cache, order, [tuple(x[:, begin:end] for x in sequences[s]) for s in order])
+        for slot, out in zip(order, outs, strict=True):
+            found[slot].append(out)
+    for pieces, sequence in zip(found, sequences, strict=True):
+        torch.testing.assert_close(torch.cat(pieces, 1), whole(*sequence), rtol=1e-5, atol=1e-5)
+    assert cache.lengths == [LENGTH] * num_slots
+
+
+def test_tokens_taken_back_leave_no_trace() -> None:
+    q, k, v = tokens(0, 4), tokens(1, 2), tokens(2, 2)
+    cache = RaggedCache(num_slots=1)
+    attend(cache, [0], [(q[:, :8], k[:, :8], v[:, :8])])
+    attend(cache, [0], [(tokens(7, 4, 3), tokens(8, 2, 3), tokens(9, 2, 3))])
+    cache.truncate(0, 8)
+    (out,) = attend(cache, [0], [(q[:, 8:], k[:, 8:], v[:, 8:])])
+    torch.testing.assert_close(out, whole(q, k, v)[:, 8:], rtol=1e-5, atol=1e-5)
+
+
+def test_a_tree_sees_its_ancestors_and_keeps_one_path() -> None:
+    """Rows 8..11 as a tree: 8 - 9 and 8 - 10 - 11; the path 8, 10, 11 equals those rows as a chain."""
+    q, k, v = tokens(0, 4), tokens(1, 2), tokens(2, 2)
+    cache = RaggedCache(num_slots=1)
+    attend(cache, [0], [(q[:, :8], k[:, :8], v[:, :8])])
+    sees = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool)
+    (tree,) = attend(cache, [0], [(q[:, 8:], k[:, 8:], v[:, 8:])], trees=[sees])
+    path = [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11]
+    chain = whole(q[:, path], k[:, path], v[:, path])
+    torch.testing.assert_close(tree[:, [0, 2, 3]], chain[:, 8:], rtol=1e-5, atol=1e-5)
+    cache.keep(0, 8, [0, 2, 3])
+    new = (tokens(3, 4, 1), tokens(4, 2, 1), tokens(5, 2, 1))
+    (out,) = attend(cache, [0], [new])
+    longer = whole(*(torch.cat([x[:, path], n], 1) for x, n in zip((q, k, v), new, strict=True)))
+    torch.testing.assert_close(out, longer[:, -1:], rtol=1e-5, atol=1e-5)
+
+
+def test_the_cache_grows_and_slots_are_used_again() -> None:
+    long = FIRST_CAPACITY_TOKENS + 50
+    q, k, v = tokens(0, 2, long), tokens(1, 2, long), tokens(2, 2, long)
+    cache = RaggedCache(num_slots=2)
+    attend(cache, [0], [(q[:, :10], k[:, :10], v[:, :10])])
+    (out,) = attend(cache, [0], [(q[:, 10:], k[:, 10:], v[:, 10:])])
+    torch.testing.assert_close(out, whole(q, k, v)[:, 10:], rtol=1e-5, atol=1e-5)
+    assert cache.capacity == 2 * FIRST_CAPACITY_TOKENS
+    cache.clear(0)
+    (out,) = attend(cache, [0], [(q[:, :5], k[:, :5], v[:, :5])])
+    torch.testing.assert_close(out, whole(q[:, :5], k[:, :5], v[:, :5]), rtol=1e-5, atol=1e-5)
+
+
+def test_committing_twice_is_a_fault_of_ours() -> None:
+    cache = RaggedCache(num_slots=1)
+    context = RaggedAttention(cache=cache, slots=[0], counts=[2])
+    context.commit()
+    with pytest.raises(AssertionError, match="committed twice"):
+        context.commit()
