@@ -34,8 +34,16 @@ def _prompt_sets(cfg: DictConfig, target: OpenTarget) -> dict[str, list[Speculat
     from mtp_train.engine.measure import requests_of
     from mtp_train.prompt.load import load_prompts
 
+    used = {name for way in plain(cfg.ways).values() for name in way["prompt_sets"]}
+    if cfg.identity.num_prompts != 0:
+        used.add(cfg.identity.prompt_set)
+    known = plain(cfg.prompt_sets)
+    if missing := sorted(used - known.keys()):
+        raise ValueError(f"ways: expected prompt sets among {sorted(known)} (prompt_sets), found {missing}")
     found = {}
-    for name, node in plain(cfg.prompt_sets).items():
+    for name, node in known.items():
+        if name not in used:
+            continue
         prompts, counts = load_prompts(**node)
         log(f"{name}: {counts.summary()}")
         found[name], skipped = requests_of(prompts, target.template, max_length_tokens=cfg.max_length_tokens)

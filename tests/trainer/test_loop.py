@@ -215,6 +215,40 @@ def test_the_copy_task_is_learned_to_the_end(copy_recipe: Any, tmp_path: Path) -
     assert last["split"] == "validation"
     assert last["agreement"] == [1.0, 1.0, 1.0]
     assert min(last["expected_acceptance"]) > 0.99
+    assert decoded_rates(copy_recipe, tmp_path) == [1.0, 1.0, 1.0]
+
+
+def decoded_rates(recipe: Any, checkpoint: Path) -> list[float]:
+    """Acceptance per position of a trained head in real speculative decoding, float32, greedy, K = 3."""
+    from mtp_train.checkpoint import read_head_tensors
+    from mtp_train.engine.base import Sampling, SpeculateRequest, SpeculateSettings
+    from mtp_train.engine.hf import HfEngine
+
+    def load(path: Path, shared: Any) -> Any:
+        head = recipe.head()
+        head.load_state_dict(read_head_tensors(path))
+        return head
+
+    engine = HfEngine(
+        target_path=recipe.target,
+        trust_remote_code=False,
+        load_head=load,
+        dtype="float32",
+        device="cpu",
+        batch_size=4,
+        max_prefill_tokens=256,
+        max_cache_tokens=8192,
+    )
+    requests = [SpeculateRequest(prompt_id=str(n), category="copy", token_ids=tuple(range(n, n + 5))) for n in range(8)]
+    settings = SpeculateSettings(
+        num_speculative_tokens=3,
+        draft_sampling="greedy",
+        sampling=Sampling(temperature=0.0, top_p=1.0, max_new_tokens=25, seed=0),
+        batch_size=4,
+        refresh=True,
+        ignore_eos=True,
+    )
+    return engine.speculate(requests, checkpoint, settings).rate_per_position()
 
 
 def test_metrics_are_json_lines(recipe: Any, tmp_path: Path) -> None:
