@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_train.runtime import is_main, log
-from mtp_train.stage import build, open_target, stage
+from mtp_train.stage import build, check_name, open_target, stage
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -31,6 +31,7 @@ def describe(result: ExportResult) -> str:
 
 @stage("export")
 def main(cfg: DictConfig) -> None:
+    check_name(cfg.name)
     if not is_main():
         return
     target = open_target(cfg.target)

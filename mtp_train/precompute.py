@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_train.runtime import barrier, is_main, log, progress, rank, world_size
-from mtp_train.stage import OpenTarget, build, open_target, plain, stage, start
+from mtp_train.stage import OpenTarget, build, open_target, plain, record, stage, start
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -50,7 +50,7 @@ def _responses(cfg: DictConfig, target: OpenTarget) -> list[Response]:
 def main(cfg: DictConfig) -> None:
     target = open_target(cfg.target)
     responses = {response.prompt_id: response for response in _responses(cfg, target)}
-    run = start(cfg, stage_name="precompute")
+    run = start(cfg, stage_name="precompute", record_now=False)
 
     from mtp_train.cache.format import FORMAT_VERSION, CacheIdentity
     from mtp_train.cache.plan import PlannedSample
@@ -77,10 +77,11 @@ def main(cfg: DictConfig) -> None:
     )
     planned = [PlannedSample.of(response) for response in responses.values()]
     writer = CacheWriter(path=run.out, identity=identity, samples=planned, shard_tokens=cfg.shard_tokens)
+    record(run, stage_name="precompute")  # only now: another run's folder has been refused
     missing = list(writer.missing_shards())[rank() :: world_size()]
     barrier()  # every process has seen the same shards missing before the first one is written
     num_tokens = sum(len(responses[i].token_ids) for _, ids in missing for i in ids)
-    log(f"{writer.num_shards} shards, {num_tokens} tokens to read in {len(missing)} of them")
+    log(f"{num_tokens} tokens to read, in {len(missing)} of {writer.num_shards} shard(s)")
     with progress(desc="precompute", unit="tok", total=num_tokens) as bar:
         for index, sample_ids in missing:
             writer.write_shard(index, engine.prefill([responses[i] for i in sample_ids], settings))

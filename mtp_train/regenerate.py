@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mtp_train.runtime import barrier, is_main, log, progress, rank, world_size
-from mtp_train.stage import build, open_target, plain, stage, start
+from mtp_train.stage import build, open_target, plain, record, stage, start
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 def main(cfg: DictConfig) -> None:
     from mtp_train.prompt.load import load_prompts
 
+    if cfg.num_answers < 1:
+        raise ValueError(f"num_answers: expected at least 1, found {cfg.num_answers}")
     prompts, counts = load_prompts(**plain(cfg.prompt))
     if not prompts:
         raise ValueError(f"prompt: expected prompts to answer, found none: {counts.summary()}")
@@ -29,7 +31,7 @@ def main(cfg: DictConfig) -> None:
     from mtp_train.prompt.responses import ResponseWriter
 
     target = open_target(cfg.target)
-    run = start(cfg, stage_name="regenerate")
+    run = start(cfg, stage_name="regenerate", record_now=False)
     engine = build(cfg.engine, target_path=target.path, trust_remote_code=target.trust_remote_code, load_head=None)
     sampling = Sampling(**plain(cfg.sampling))
     identity = target.identity() | {
@@ -40,6 +42,7 @@ def main(cfg: DictConfig) -> None:
     }
     mine = prompts[rank() :: world_size()]
     with ResponseWriter(directory=run.out, identity=identity, rank=rank()) as writer:
+        record(run, stage_name="regenerate")  # only now: another run's folder has been refused
         wanted = {answer_id(prompt.prompt_id, number) for prompt in mine for number in range(cfg.num_answers)}
         done = wanted & writer.done_ids
         log(f"{len(done)} of {len(wanted)} answers are there already" if done else f"{len(wanted)} answers to write")

@@ -236,14 +236,37 @@ class Run:
     provenance: dict[str, Any]
 
 
-def start(cfg: DictConfig, *, stage_name: str) -> Run:
-    """Open the stage's output folder (``cfg.out``) and write ``settings.<stage>.json`` into it."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def check_name(name: str) -> str:
+    """A head's name, which becomes a folder of the run: ValueError unless it is one plain word."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"name: expected letters, digits, '.', '_' or '-' (it becomes a folder of the run), found {name!r}; out= writes elsewhere"
+        )
+    return name
+
+
+def start(cfg: DictConfig, *, stage_name: str, record_now: bool = True) -> Run:
+    """Open the stage's output folder (``cfg.out``) and write ``settings.<stage>.json`` into it.
+
+    ``record_now=False`` leaves the writing to ``record``, for stages that may yet refuse to continue what is there.
+    """
+    if "name" in cfg:
+        check_name(cfg.name)
     out = Path(cfg.out)
     if out.exists() and not out.is_dir():
         raise ValueError(f"out: expected a folder, found a file at {out}; choose another run= or out=")
     run = Run(out=out, settings=plain(cfg), provenance=provenance())
-    if is_main():
-        out.mkdir(parents=True, exist_ok=True)
-        atomic_write_json(out / f"settings.{stage_name}.json", {"settings": run.settings, "provenance": run.provenance})
+    if record_now:
+        record(run, stage_name=stage_name)
     log(f"{stage_name}: writing to {out}")
     return run
+
+
+def record(run: Run, *, stage_name: str) -> None:
+    """Write the settings and what produced them beside a stage's output."""
+    if is_main():
+        run.out.mkdir(parents=True, exist_ok=True)
+        atomic_write_json(run.out / f"settings.{stage_name}.json", {"settings": run.settings, "provenance": run.provenance})

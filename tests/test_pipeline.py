@@ -182,3 +182,18 @@ def test_what_does_not_fit_is_refused_with_the_remedy(finished: Run, tmp_path: P
     assert "max_new_tokens" in finished.refused("regenerate", "sampling.max_new_tokens=5")
     unknown = finished("train", "no_such_key=1")
     assert unknown.returncode != 0 and "no_such_key" in unknown.stderr
+
+
+def test_a_refused_run_leaves_the_record_of_the_one_that_stands(finished: Run) -> None:
+    record = finished.folder / "responses" / "settings.regenerate.json"
+    before = record.read_bytes()
+    finished.refused("regenerate", "sampling.max_new_tokens=7")
+    assert record.read_bytes() == before
+    assert "num_answers" in finished.refused("regenerate", "num_answers=0")
+
+
+def test_a_name_cannot_leave_the_run(finished: Run) -> None:
+    assert "it becomes a folder" in finished.refused("train", "name=../../escaped")
+    for stage in ("evaluate", "export"):
+        assert "it becomes a folder" in finished.refused(stage, "name=../../escaped", f"checkpoint={finished.folder}/checkpoint/mtp")
+    assert not (finished.folder.parent / "escaped").exists() and not (finished.folder / "escaped").exists()

@@ -92,7 +92,11 @@ def read_responses(directory: Path, *, allow_unfinished: bool = False) -> list[R
 
 
 def read_meta(directory: Path) -> dict[str, Any]:
-    """The identity that the folder's answers were made with."""
+    """The identity that the folder's answers were made with. ValueError where the folder holds none."""
+    if not (directory / META).is_file():
+        raise ValueError(
+            f"{directory}: expected responses ({META} and responses.jsonl), found none; run regenerate first, with the same run="
+        )
     meta = runtime.read_json(directory / META)
     if meta["format_version"] != FORMAT_VERSION:
         raise ValueError(
