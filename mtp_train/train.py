@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mtp_train.cache.reader import CacheReader
     from mtp_train.head.base import Head
     from mtp_train.trainer.data import Subset
+    from mtp_train.trainer.measured import MeasuredAcceptance
     from mtp_train.trainer.objective import Objective
 
 
@@ -77,15 +78,34 @@ def _identity(cfg: DictConfig, head: Head, train: Subset, *, num_steps: int) -> 
     return {**settings, "head": head.draft_config(), "data": train.fingerprint()}
 
 
+def _on_validate(cfg: DictConfig, target: OpenTarget, samples: Subset) -> MeasuredAcceptance | None:
+    """Measures acceptance during training, where ``validation.decode.every`` asks for it."""
+    from mtp_train.target.weights import read_shared
+    from mtp_train.trainer.measured import DecodeSettings, MeasuredAcceptance
+    from mtp_train.trainer.probe import write_probe
+
+    settings = plain(cfg.validation.decode)
+    if settings.pop("every") is None:
+        return None
+
+    def prepare(folder: Path) -> None:
+        write_probe(folder, head_loader(target)(folder, read_shared(target.path)), [samples[i] for i in range(min(len(samples), 8))])
+
+    words = {"path": target.path.resolve(), "name": target.spec.name, "trust_remote_code": target.trust_remote_code}
+    decode = DecodeSettings(**{**settings, "overrides": tuple(settings["overrides"])})
+    return MeasuredAcceptance(settings=decode, target=words, prepare=prepare)
+
+
 @stage("train")
 def main(cfg: DictConfig) -> None:
     target = open_target(cfg.target)
 
     from mtp_train.batch.plan import DataPlan
     from mtp_train.target.weights import read_shared
-    from mtp_train.trainer.loop import LoopSettings, Trainer
+    from mtp_train.trainer.loop import Trainer
     from mtp_train.trainer.module import compute_dtype, make_accelerator
     from mtp_train.trainer.probe import PROBE, write_probe
+    from mtp_train.trainer.settings import LoopSettings
     from mtp_train.trainer.state import HeadFile, check_continues
 
     train, held_out = _data(cfg, target)
@@ -122,6 +142,7 @@ def main(cfg: DictConfig) -> None:
             seed=cfg.seed,
             log_every=cfg.log_every,
             validate_every=cfg.validation.every,
+            measure_every=cfg.validation.decode.every,
             save_every=cfg.checkpoint.every,
             keep_last=cfg.checkpoint.keep_last,
             best_by=cfg.checkpoint.best_by,
@@ -138,7 +159,7 @@ def main(cfg: DictConfig) -> None:
         ),
         identity=identity,
         wandb=build(cfg.wandb),
-        on_validate=None,
+        on_validate=_on_validate(cfg, target, held_out or train),
     )
     trained = trainer.run()
     if is_main() and (trained or not (run.out / PROBE).is_file()):

@@ -35,8 +35,10 @@ def write_tokenizer(path: Path) -> None:
     fast.save_pretrained(path)
 
 
-def write_tiny_llama(path: Path, *, tied: bool = False, seed: int = 0, vocab_size: int = 320, spread: float = 0.2) -> Path:
-    """A random two-layer Llama in float32 (D = 64, 4 heads over 2 key heads) as safetensors, with a tokenizer.
+def write_tiny_llama(
+    path: Path, *, tied: bool = False, seed: int = 0, vocab_size: int = 320, spread: float = 0.2, num_heads: int = 4
+) -> Path:
+    """A random two-layer Llama in float32 (D = 64, 4 heads over 2 key heads, or as many as asked for) as safetensors, with a tokenizer.
 
     ``spread`` is the weights' standard deviation: large enough that logits differ and greedy text is not one token.
     """
@@ -48,8 +50,8 @@ def write_tiny_llama(path: Path, *, tied: bool = False, seed: int = 0, vocab_siz
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads // 2,
         max_position_embeddings=2048,
         tie_word_embeddings=tied,
         initializer_range=spread,
@@ -99,3 +101,9 @@ def demo_target() -> Path:
     settings = OmegaConf.to_container(OmegaConf.load(Path(__file__).parent.parent / "conf" / "target" / "smollm2_135m.yaml"))
     assert isinstance(settings, dict)
     return resolve_target({str(key): value for key, value in settings.items()})
+
+
+@pytest.fixture(scope="session")
+def served_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny target with heads of size 32, the smallest that vLLM's CPU attention has."""
+    return write_tiny_llama(tmp_path_factory.mktemp("served") / "llama", num_heads=2)

@@ -8,9 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,59 +23,32 @@ from mtp_train.runtime import log, progress
 from mtp_train.trainer.data import Subset
 from mtp_train.trainer.finite import PackSums, describe_nonfinite
 from mtp_train.trainer.metrics import Metrics, WandbSettings
-from mtp_train.trainer.module import Precision, TrainingModule
+from mtp_train.trainer.module import TrainingModule
 from mtp_train.trainer.objective import Objective
 from mtp_train.trainer.optim import OptimizerSettings, Schedule, build_optimizer, set_lr
 from mtp_train.trainer.rows import Pack, align
 from mtp_train.trainer.saving import Saver
+from mtp_train.trainer.settings import LoopSettings
 from mtp_train.trainer.state import HeadFile, folder_name
 from mtp_train.trainer.stop import StopSignal
 from mtp_train.trainer.summary import Summary, from_json, report, to_json
-from mtp_train.trainer.validation import BestBy, Validator
+from mtp_train.trainer.validation import MEASURED, Validator
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from tqdm import tqdm
 
-Final = Literal["last", "best"]
-OnValidate = Callable[[int, Path], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoopSettings:
-    """How a run goes. ``*_every`` count steps (None: only at the end); ``noise_scale`` and ``seed`` are those of
-    ``batch.noise``; ``best_by`` names the validation figure (mean over depths) that decides which state is best, and
-    ``final`` which one becomes the head; ``max_prefetch`` is in steps."""
-
-    num_steps: int
-    precision: Precision
-    noise_scale: float
-    seed: int
-    log_every: int
-    validate_every: int | None
-    save_every: int | None
-    keep_last: int
-    best_by: BestBy
-    final: Final
-    max_prefetch: int
-
-    def __post_init__(self) -> None:
-        if self.num_steps < 1 or self.log_every < 1:
-            raise ValueError(f"num_steps and log_every: expected at least 1, found {self.num_steps} and {self.log_every}")
-        for name, every in (("validation.every", self.validate_every), ("checkpoint.every", self.save_every)):
-            if every is not None and every < 1:
-                raise ValueError(f"{name}: expected at least 1 step or null, found {every}")
-        if self.best_by not in get_args(BestBy):
-            raise ValueError(f"checkpoint.best_by: expected one of {get_args(BestBy)}, found {self.best_by!r}")
-        if self.final not in ("last", "best"):
-            raise ValueError(f"checkpoint.final: expected last or best, found {self.final!r}")
+OnValidate = Callable[[int, Path], Mapping[str, Any] | None]
+# The folder, beside the states, that holds the head that ``on_validate`` measures.
+MEASURED_HEAD = "measured"
 
 
 class Trainer:
     """Trains one head; ``run`` continues where a run in ``out`` stopped, bit for bit.
 
-    ``validation`` None validates nothing; ``on_validate(step, folder)`` is called on the main process after each
-    validation with a folder that holds the head of that step. ``identity`` are the settings that a continuation must share.
+    ``validation`` None validates nothing. ``on_validate(step, folder)`` is called on the main process every
+    ``measure_every`` steps, and after the last one, with a folder that holds the head of that step; the figures that it
+    returns are logged as split ``decoding``. ``identity`` are the settings that a continuation must share.
     """
 
     def __init__(
@@ -97,7 +69,12 @@ class Trainer:
         wandb: WandbSettings,
         on_validate: OnValidate | None,
     ) -> None:
-        if settings.final == "best" and validation is None:
+        measured = settings.best_by == MEASURED
+        if measured and on_validate is None:
+            raise ValueError(
+                "checkpoint.best_by: expected validation.decode.every beside acceptance_length, found null; set it, or choose agreement"
+            )
+        if settings.final == "best" and validation is None and not measured:
             raise ValueError("checkpoint.final: expected last where nothing is validated, found best; hold samples out or set it to last")
         self._accelerator, self._head, self._objective = accelerator, head, objective
         self._train, self._plan = train, plan
@@ -188,15 +165,16 @@ class Trainer:
                 bar.set_postfix(loss=f"{line['loss']:.4f}", agreement=f"{line['agreement'][0]:.3f}", tok_s=f"{speed:.0f}", refresh=False)
                 self._summary, self._window_tokens, began_s = self._new_summary(), 0, now_s
             bar.update(1)
-            validates, improved = self._validator is not None and (last or _due(done, settings.validate_every)), False
-            if validates:
-                before_s = time.perf_counter()
+            improved, measures = False, self._on_validate is not None and (last or _due(done, settings.measure_every))
+            before_s = time.perf_counter()
+            if self._validator is not None and (last or _due(done, settings.validate_every)):
                 improved = self._validate(done, metrics)
-                began_s += time.perf_counter() - before_s  # validating is not training: leave it out of tokens_per_s
-            if last or improved or stopped_by or _due(done, settings.save_every) or (validates and self._on_validate is not None):
+            if measures:
+                improved = self._measure(done, metrics) or improved
+            began_s += time.perf_counter() - before_s  # validating is not training: leave it out of tokens_per_s
+            # A state is written behind the measurement of its step: killed in between, the continued run measures again.
+            if last or improved or measures or stopped_by or _due(done, settings.save_every):
                 folder = self._save(done)
-                if validates and self._on_validate is not None and self._accelerator.is_main_process:
-                    self._on_validate(done, folder)
                 if stopped_by and not last:
                     name = signal.Signals(stopped_by).name
                     log(f"stopped by {name} after step {done}, saved in {folder}; the same command continues")
@@ -252,7 +230,29 @@ class Trainer:
         assert self._validator is not None
         line = self._validator.run(done)
         metrics.write({"step": done, "split": "validation", "tokens": self._tokens, **line})
-        value = self._validator.value(line)
+        return self._settings.best_by != MEASURED and self._is_best(done, self._validator.value(line))
+
+    def _measure(self, done: int, metrics: Metrics) -> bool:
+        """Have the head measured by real decoding and write it down; whether this is the best so far. All ranks wait for it."""
+        from accelerate.utils import broadcast_object_list
+
+        assert self._on_validate is not None
+        found: list[Mapping[str, Any] | None] = [None]
+        if self._accelerator.is_main_process:
+            folder = self._out / MEASURED_HEAD
+            weights = {name: tensor.detach() for name, tensor in self._head.state_dict().items()}
+            made_by = {**self._head_file.made_by, "step": done}
+            save_head(folder, weights, config=self._head_file.config, target=self._head_file.target, made_by=made_by)
+            with torch.random.fork_rng(devices=[]):  # whatever measuring draws, training goes on as if it had not
+                found = [self._on_validate(done, folder)]
+        figures = broadcast_object_list(found)[0]
+        if figures is None:
+            return False
+        metrics.write({"step": done, "split": "decoding", "tokens": self._tokens, **figures})
+        value = figures["acceptance_length"]
+        return self._settings.best_by == MEASURED and value is not None and self._is_best(done, value)
+
+    def _is_best(self, done: int, value: float) -> bool:
         if self._best is not None and not value > self._best["value"]:
             return False
         self._best = {"step": done, "value": value}
@@ -278,7 +278,10 @@ class Trainer:
         """Write the head that the run is for beside its states."""
         if self._accelerator.is_main_process:
             step = self._settings.num_steps
-            if self._settings.final == "best":
+            if self._settings.final == "best" and self._best is None:
+                assert self._settings.best_by == MEASURED  # held-out samples give a figure at the last step at the latest
+                log("no measurement of acceptance succeeded, so that no step is known to be the best: the last one becomes the head")
+            elif self._settings.final == "best":
                 assert self._best is not None
                 step = int(self._best["step"])
             weights = read_head_tensors(self._out / folder_name(step))

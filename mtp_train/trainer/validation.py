@@ -18,7 +18,9 @@ from mtp_train.trainer.summary import Summary, report
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-BestBy = Literal["agreement", "expected_acceptance", "loss"]
+BestBy = Literal["agreement", "expected_acceptance", "loss", "acceptance_length"]
+# Decided by real decoding (OnValidate), not by the held-out samples.
+MEASURED: BestBy = "acceptance_length"
 
 
 class Validator:
@@ -48,6 +50,7 @@ class Validator:
 
     def value(self, line: Mapping[str, Any]) -> float:
         """The deciding figure of a validation, larger is better: the mean over depths, or minus the loss."""
+        assert self._best_by != MEASURED
         if self._best_by == "loss":
             return -float(line["loss"])
         depths = [number for number, rows in zip(line[self._best_by], line["rows"], strict=True) if rows]

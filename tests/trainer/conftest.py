@@ -5,7 +5,7 @@ Also loaded by ``test_two_ranks.py``'s processes, through the path of this file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,12 @@ from mtp_train.loss.topk_kl import TopkKl
 from mtp_train.records import Sample, Teacher
 from mtp_train.target.weights import read_shared
 from mtp_train.trainer.data import split
-from mtp_train.trainer.loop import LoopSettings, Trainer
+from mtp_train.trainer.loop import OnValidate, Trainer
 from mtp_train.trainer.metrics import WandbSettings
 from mtp_train.trainer.module import make_accelerator
 from mtp_train.trainer.objective import Objective, Term
 from mtp_train.trainer.optim import OptimizerSettings, Schedule
+from mtp_train.trainer.settings import LoopSettings
 from mtp_train.trainer.state import HeadFile
 
 NORMS_ON = {"embed": True, "hidden": True, "input": True, "output": True, "feedback": True}
@@ -138,6 +139,7 @@ class Recipe:
     save_every: int | None = 5
     keep_last: int = 2
     final: str = "last"
+    best_by: str = "agreement"
     validation_fraction: float = 0.2
     wandb_mode: str = "disabled"
     losses: tuple[tuple[str, float, Loss], ...] = (("topk_kl", 1.0, TopkKl()), ("hidden_l1", 0.5, HiddenL1()))
@@ -154,7 +156,7 @@ class Recipe:
             trust_remote_code=False,
         )
 
-    def trainer(self, out: Path, *, head: Mtp | None = None, on_validate: Callable[[int, Path], None] | None = None) -> Trainer:
+    def trainer(self, out: Path, *, head: Mtp | None = None, on_validate: OnValidate | None = None) -> Trainer:
         head = head or self.head()
         train, held_out = split(CacheReader(self.cache, verify="first_read"), fraction=self.validation_fraction, seed=0)
         plan = DataPlan(
@@ -184,9 +186,10 @@ class Recipe:
                 seed=0,
                 log_every=self.log_every,
                 validate_every=self.validate_every,
+                measure_every=None if on_validate is None else self.validate_every,
                 save_every=self.save_every,
                 keep_last=self.keep_last,
-                best_by="agreement",
+                best_by=self.best_by,
                 final=self.final,
                 max_prefetch=2,
             ),
