@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_train.runtime import log
-from mtp_train.stage import OpenTarget, build, head_loader, load_word, open_target, plain, stage, start
+from mtp_train.stage import OpenTarget, build, call, head_loader, load_word, open_target, plain, stage, start
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -44,7 +44,7 @@ def _prompt_sets(cfg: DictConfig, target: OpenTarget) -> dict[str, list[Speculat
     for name, node in known.items():
         if name not in used:
             continue
-        prompts, counts = load_prompts(**node)
+        prompts, counts = call(load_prompts, node, where=f"prompt_sets.{name}")
         log(f"{name}: {counts.summary()}")
         found[name], skipped = requests_of(prompts, target.template, max_length_tokens=cfg.max_length_tokens)
         if skipped.num_skipped:

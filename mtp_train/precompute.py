@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_train.runtime import barrier, is_main, log, progress, rank, world_size
-from mtp_train.stage import OpenTarget, build, open_target, plain, record, stage, start
+from mtp_train.stage import OpenTarget, build, call, open_target, record, stage, start
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -38,7 +38,7 @@ def _responses(cfg: DictConfig, target: OpenTarget) -> list[Response]:
         return responses
     if cfg.answers != "given":
         raise ValueError(f"answers: expected own (the target's, from responses/) or given (the data set's), found {cfg.answers!r}")
-    prompts, counts = load_prompts(**plain(cfg.prompt))
+    prompts, counts = call(load_prompts, cfg.prompt, where="prompt")
     responses, counts = build_responses(prompts, target.template, max_length=cfg.max_length_tokens, policy=cfg.too_long, counts=counts)
     log(counts.summary())
     if is_main():
@@ -56,6 +56,7 @@ def main(cfg: DictConfig) -> None:
     from mtp_train.cache.plan import PlannedSample
     from mtp_train.cache.writer import CacheWriter
     from mtp_train.engine.base import PrefillSettings
+    from mtp_train.target.spec import quantization_of
 
     settings = PrefillSettings(target_layer_ids=tuple(cfg.target_layer_ids), top_k=cfg.top_k)
     target.spec.check_layer_ids(settings.target_layer_ids)
@@ -70,7 +71,7 @@ def main(cfg: DictConfig) -> None:
         top_k=cfg.top_k,
         engine=engine.word,
         engine_version=engine.version,
-        quantization=None,
+        quantization=quantization_of(target.path),
         hidden_size=target.spec.hidden_size,
         vocab_size=target.spec.vocab_size,
         git_commit=run.provenance["git_commit"],

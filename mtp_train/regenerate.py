@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mtp_train.runtime import barrier, is_main, log, progress, rank, world_size
-from mtp_train.stage import build, open_target, plain, record, stage, start
+from mtp_train.stage import build, call, open_target, record, stage, start
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -21,7 +21,7 @@ def main(cfg: DictConfig) -> None:
 
     if cfg.num_answers < 1:
         raise ValueError(f"num_answers: expected at least 1, found {cfg.num_answers}")
-    prompts, counts = load_prompts(**plain(cfg.prompt))
+    prompts, counts = call(load_prompts, cfg.prompt, where="prompt")
     if not prompts:
         raise ValueError(f"prompt: expected prompts to answer, found none: {counts.summary()}")
     log(counts.summary())
@@ -33,7 +33,7 @@ def main(cfg: DictConfig) -> None:
     target = open_target(cfg.target)
     run = start(cfg, stage_name="regenerate", record_now=False)
     engine = build(cfg.engine, target_path=target.path, trust_remote_code=target.trust_remote_code, load_head=None)
-    sampling = Sampling(**plain(cfg.sampling))
+    sampling = call(Sampling, cfg.sampling, where="sampling")
     identity = target.identity() | {
         "engine": engine.word,
         "engine_version": engine.version,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
 import os
 import re
 import sys
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from mtp_train.target.weights import SharedWeights
 
 _WORD = re.compile(r"[a-z0-9_]+")
+_CLASS = re.compile(r"mtp_train(\.[a-z0-9_]+)+\.[A-Z][A-Za-z0-9]*")
 
 _HELP = """{purpose}
 
@@ -111,7 +114,7 @@ def _help(name: str, *, purpose: str, words: list[str]) -> str:
 
 
 def _with_experiment(name: str, words: list[str]) -> list[str]:
-    """Put the settings that ``experiment=<word>`` holds for this stage in the word's place; the command line's own win.
+    """Put the settings that ``experiment=<word>`` holds for this stage in front of those typed, which win; options stay where they are.
 
     ``conf/experiment/<word>.yaml`` maps each stage to a list of settings as one would type them, so that one word carries
     a run through all stages and an unknown key is an error as always. Errors: ValueError for an unknown experiment.
@@ -122,35 +125,70 @@ def _with_experiment(name: str, words: list[str]) -> list[str]:
     settings = load_word("experiment", chosen[-1].partition("=")[2]).get(name, [])
     typed = {word.partition("=")[0].lstrip("+~") for word in words}
     kept = [setting for setting in settings if setting.partition("=")[0].lstrip("+~") not in typed]
-    return kept + [word for word in words if word not in chosen]
+    first = next(index for index, word in enumerate(words) if word.startswith("~") or ("=" in word and not word.startswith("-")))
+    return words[:first] + kept + [word for word in words[first:] if word not in chosen]
 
 
 def plain(node: Any) -> Any:
-    """A config node as plain dicts, lists and numbers, interpolations resolved."""
+    """A config node as plain dicts, lists and numbers, interpolations resolved. Errors: ValueError where a value is still to be given."""
     from omegaconf import OmegaConf
+    from omegaconf.errors import MissingMandatoryValue
 
-    return OmegaConf.to_container(node, resolve=True, throw_on_missing=True) if OmegaConf.is_config(node) else node
+    try:
+        return OmegaConf.to_container(node, resolve=True, throw_on_missing=True) if OmegaConf.is_config(node) else node
+    except MissingMandatoryValue as error:
+        key = error.full_key or "settings"
+        raise ValueError(f"{key}: expected a value, found none; add {key}=... to the command") from None
 
 
 def build(node: Any, **extra: Any) -> Any:
-    """Call what ``node._target_`` names with the node's keys and ``extra``; only classes of this package.
+    """Make what ``node._target_`` names from the node's keys and ``extra``: a class that a module of this package defines.
 
-    Errors: ValueError where the node names no target, or one outside mtp_train.
+    Errors: ValueError where the node names no such class, or its keys are not those of the class.
     """
-    from hydra.errors import InstantiationException
-    from hydra.utils import instantiate
-
     settings = plain(node)
     target = settings.get("_target_") if isinstance(settings, dict) else None
-    if not isinstance(target, str) or not target.startswith("mtp_train."):
-        raise ValueError(f"settings: expected a node whose _target_ is in mtp_train, found {target!r}")
-    try:
-        # In two calls: given to instantiate, ``extra`` would pass through OmegaConf, which makes dicts of dataclasses.
-        return instantiate({**settings, "_partial_": True}, _convert_="all")(**extra)
-    except InstantiationException as error:
-        if isinstance(error.__cause__, ValueError):
-            raise error.__cause__ from None
-        raise
+    return call(_class(target), {key: value for key, value in settings.items() if key != "_target_"}, where=str(target), **extra)
+
+
+def _class(target: Any) -> type:
+    """The class that a dotted path names. ValueError unless a module of this package defines it."""
+    module_name, _, name = str(target).rpartition(".")
+    found = None
+    if _CLASS.fullmatch(str(target)):
+        try:
+            found = getattr(importlib.import_module(module_name), name, None)
+        except ModuleNotFoundError as error:
+            if error.name is None or not module_name.startswith(error.name):
+                raise  # a library that the module needs
+    if not isinstance(found, type) or found.__module__ != module_name:
+        raise ValueError(f"settings: expected a node whose _target_ is a class in mtp_train, found {target!r}")
+    return found
+
+
+def call(function: Callable[..., Any], node: Any, *, where: str, **extra: Any) -> Any:
+    """``function`` with the node's keys and ``extra`` as arguments.
+
+    Errors: ValueError for a key that it does not know or lacks, and for one that names code (_target_) at any depth: a node
+    may hold what was read from a checkpoint.
+    """
+    settings = plain(node)
+    if _names_code(settings):
+        raise ValueError(f"{where}: expected settings, found one that names code (_target_); this was not written by us")
+    parameters = inspect.signature(function).parameters
+    own = parameters.keys() - extra.keys()
+    unknown = sorted(settings.keys() - own)
+    missing = sorted(name for name in own - settings.keys() if parameters[name].default is inspect.Parameter.empty)
+    if unknown or missing:
+        found = [*(f"{name}, which it does not know" for name in unknown), *(f"no {name}" for name in missing)]
+        raise ValueError(f"{where}: expected the settings {sorted(own)}, found {'; '.join(found)}")
+    return function(**settings, **extra)
+
+
+def _names_code(value: Any) -> bool:
+    if isinstance(value, dict):
+        return "_target_" in value or any(_names_code(item) for item in value.values())
+    return isinstance(value, list) and any(_names_code(item) for item in value)
 
 
 def load_word(group: str, word: str) -> dict[str, Any]:
@@ -202,8 +240,10 @@ def open_target(node: DictConfig) -> OpenTarget:
 
 def build_head(word: str, settings: dict[str, Any], *, target: OpenTarget, shared: SharedWeights) -> Head:
     """Build the head that a checkpoint or the command line names, over the target's shared weights."""
-    node = {"_target_": load_word("head", word)["_target_"], **settings}
-    head: Head = build(node, target_path=target.path, shared=shared, trust_remote_code=target.trust_remote_code)
+    found = _class(load_word("head", word)["_target_"])
+    head: Head = call(
+        found, settings, where=f"head {word}", target_path=target.path, shared=shared, trust_remote_code=target.trust_remote_code
+    )
     return head
 
 
@@ -214,12 +254,14 @@ def head_loader(target: OpenTarget) -> Callable[[Path, SharedWeights], Head]:
         from mtp_train.checkpoint import read_head_config, read_head_tensors
 
         config = read_head_config(path)
-        expected, found = target.spec.fingerprint, config["target"]["target_fingerprint"]
-        if expected != found:
-            raise ValueError(
-                f"{path}: expected a head trained on {target.spec.name} (weights {expected[:16]}...), found one trained on "
-                f"{config['target']['target_name']} (weights {found[:16]}...); choose that target, or train a head for this one"
-            )
+        stated = config["target"]
+        for key, expected in target.identity().items():
+            found = stated.get(key, "not stated")
+            if key != "target_name" and found != expected:
+                raise ValueError(
+                    f"{path}: expected a head of this target ({target.spec.name}, {key} {expected[:16]}), found one trained on "
+                    f"{stated['target_name']} ({key} {found[:16]}); choose that target, or train a head for this one"
+                )
         head = build_head(config["head"], config["settings"], target=target, shared=shared)
         head.load_state_dict(read_head_tensors(path))
         return head
