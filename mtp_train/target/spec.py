@@ -161,3 +161,18 @@ def fingerprint(path: Path) -> str:
     except OSError:
         return digest.hexdigest()
     return digest.hexdigest()
+
+
+def quantization_of(path: Path) -> str | None:
+    """The scheme that a target's ``config.json`` states, as a cache's identity states it; None for none.
+
+    The method and its format or bits, such as ``compressed-tensors int-quantized`` or ``awq 4``; the weights themselves
+    are in the fingerprint. Errors: ValueError where a scheme doesn't name its method.
+    """
+    found = read_model_config(path).get("quantization_config")
+    if found is None:
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("quant_method"), str):
+        raise ValueError(f"{path / 'config.json'}: expected quantization_config to name its quant_method, found {found!r}")
+    details = [str(found[key]) for key in ("format", "bits") if found.get(key) is not None]
+    return " ".join([found["quant_method"], *details])

@@ -12,6 +12,7 @@ from mtp_train.target.files import read_model_config, read_tensor, tensor_files
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +49,18 @@ class SharedWeights:
 def read_shared(path: Path) -> SharedWeights:
     """Read the shared weights from a model folder, memory-mapped, in the dtype they are stored in.
 
-    Errors: ValueError where a tensor is missing, under the names of a Llama-shaped model.
+    Of a quantized target too: schemes keep embedding, norms and lm_head in floats unless told otherwise, and engines take
+    them from these tensors. Errors: ValueError where a tensor is missing, under the names of a Llama-shaped model, or is
+    stored quantized.
     """
     config = read_model_config(path)
     files = tensor_files(path)
-    embedding = read_tensor(files, EMBEDDING)
+    embedding = _read_floats(files, EMBEDDING)
     tied = LM_HEAD not in files if config.get("tie_word_embeddings") is None else bool(config["tie_word_embeddings"])
     return SharedWeights(
         embedding_VD=embedding,
-        lm_head_VD=embedding if tied else read_tensor(files, LM_HEAD),
-        final_norm_weight_D=read_tensor(files, FINAL_NORM),
+        lm_head_VD=embedding if tied else _read_floats(files, LM_HEAD),
+        final_norm_weight_D=_read_floats(files, FINAL_NORM),
         rms_norm_eps=float(config["rms_norm_eps"]),
     )
 
@@ -70,4 +73,16 @@ def read_layer(path: Path, layer_index: int) -> dict[str, torch.Tensor]:
     if not names:
         layers = {name.split(".")[2] for name in files if name.startswith("model.layers.")}
         raise ValueError(f"{path}: expected tensors under {prefix}, found none; the model has {len(layers)} layers")
-    return {name.removeprefix(prefix): read_tensor(files, name) for name in names}
+    return {name.removeprefix(prefix): _read_floats(files, name) for name in names}
+
+
+def _read_floats(files: dict[str, Path], name: str) -> torch.Tensor:
+    """A tensor that is what it says. The integers, or 8-bit floats, of a quantized one mean nothing without their scales."""
+    tensor = read_tensor(files, name)
+    if tensor.dtype not in _FLOATS:
+        raise ValueError(
+            f"{files[name]}: expected {name} in float32, bfloat16 or float16, found {tensor.dtype}, quantized; "
+            "heads share the target's embedding and lm_head as they are: use a target that leaves them out of its quantization "
+            "(a head whose layer begins as the target's needs that layer in floats too: choose head.init=random)"
+        )
+    return tensor
