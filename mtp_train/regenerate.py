@@ -26,9 +26,9 @@ def main(cfg: DictConfig) -> None:
         raise ValueError(f"prompt: expected prompts to answer, found none: {counts.summary()}")
     log(counts.summary())
 
-    from mtp_train.engine.answer import answer, answer_id
+    from mtp_train.engine.answer import answer, answer_id, check_earlier
     from mtp_train.engine.base import Sampling
-    from mtp_train.prompt.responses import ResponseWriter
+    from mtp_train.prompt.responses import ResponseWriter, read_responses
 
     target = open_target(cfg.target)
     run = start(cfg, stage_name="regenerate", record_now=False)
@@ -42,9 +42,11 @@ def main(cfg: DictConfig) -> None:
     }
     mine = prompts[rank() :: world_size()]
     with ResponseWriter(directory=run.out, identity=identity, rank=rank()) as writer:
+        earlier = read_responses(run.out, allow_unfinished=True)
+        done = check_earlier(mine, earlier, num_answers=cfg.num_answers, counts=counts)
+        barrier()  # every process has read what is there before the first one writes
         record(run, stage_name="regenerate")  # only now: another run's folder has been refused
         wanted = {answer_id(prompt.prompt_id, number) for prompt in mine for number in range(cfg.num_answers)}
-        done = wanted & writer.done_ids
         log(f"{len(done)} of {len(wanted)} answers are there already" if done else f"{len(wanted)} answers to write")
         num_tokens = 0
         with progress(desc="regenerate", unit="answer", total=len(wanted), initial=len(done)) as bar:

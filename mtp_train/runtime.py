@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -58,7 +59,8 @@ def barrier() -> None:
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        dist.init_process_group("gloo")
+        # The default of 30 minutes would end a run whose processes have unequal shares of work.
+        dist.init_process_group("gloo", timeout=timedelta(days=7))
     dist.barrier()
 
 

@@ -20,6 +20,41 @@ def answer_id(prompt_id: str, number: int) -> str:
     return prompt_id if number == 0 else f"{prompt_id}#{number}"
 
 
+def check_earlier(prompts: Sequence[Prompt], responses: Sequence[Response], *, num_answers: int, counts: SkipCounts) -> set[str]:
+    """The ids among ``responses`` that need no answer any more; conversations that had ended early are noted in ``counts`` again.
+
+    Errors: ValueError where a prompt of an earlier run has the same id and says something else, since answers are found by id.
+    """
+    by_id = {response.prompt_id: response for response in responses}
+    done: set[str] = set()
+    for prompt in prompts:
+        pieces = turns_to_answer(prompt)
+        for response_id in (answer_id(prompt.prompt_id, number) for number in range(num_answers)):
+            if response_id not in by_id:
+                continue
+            num_answered = _num_answered(pieces, by_id[response_id])
+            if num_answered < len(pieces):
+                why = f"answered {num_answered} of {len(pieces)} turns in an earlier run"
+                counts.note(Skip(reason="conversation_cut", why=why), row=response_id)
+            done.add(response_id)
+    return done
+
+
+def _num_answered(pieces: Sequence[Sequence[Message]], response: Response) -> int:
+    """How many of a prompt's turns a response answers; ValueError where it is an answer to something else."""
+    said, number = response.messages, 0
+    while said:
+        asked = list(pieces[number]) if number < len(pieces) else []
+        if list(said[: len(asked)]) != asked or len(said) <= len(asked) or said[len(asked)]["role"] != "assistant":
+            found = list(said[: max(len(asked), 1)])
+            raise ValueError(
+                f"{response.prompt_id}: expected an answer to {asked}, found one to {found} "
+                "from an earlier run; the prompts have changed: use another run folder, or delete its responses"
+            )
+        said, number = said[len(asked) + 1 :], number + 1
+    return number
+
+
 @dataclass(kw_only=True)
 class _Conversation:
     """One answer in the making."""
@@ -75,9 +110,10 @@ def answer(
 ) -> Iterator[Response]:
     """Answer every prompt ``num_answers`` times; yields each conversation as it is finished, skipping ids in ``done``.
 
-    A prompt that the template refuses, or that leaves no room for an answer within ``max_length_tokens``, is skipped and
-    counted. Of a conversation that ends early (an answer cut by a limit, a next turn that doesn't fit or nest) what was
-    answered so far is kept and noted. The first answer is drawn with ``sampling.seed``, answer n with seed + n.
+    ``counts`` is the loader's, and is continued. A prompt that the template refuses, or that leaves no room for an answer
+    within ``max_length_tokens``, is skipped and counted. Of a conversation that ends early (an answer cut by a limit, a next
+    turn that doesn't fit or nest) what was answered so far is kept and noted. The first answer is drawn with
+    ``sampling.seed``, answer n with seed + n.
     """
     for number in range(num_answers):
         waiting: list[_Conversation] = []
@@ -106,7 +142,9 @@ def _one_turn(
         except TemplateRefusal as refusal:
             waiting.remove(conversation)
             if conversation.num_answered == 0:
-                counts.skip(refusal.skip, row=conversation.response_id)
+                if conversation.response_id == conversation.prompt.prompt_id:  # once per prompt, however many answers it was to get
+                    counts.skip(refusal.skip, row=conversation.response_id)
+                    counts.num_kept -= 1
                 continue
             counts.note(Skip(reason="conversation_cut", why=refusal.skip.why), row=conversation.response_id)
             conversation.token_ids, conversation.loss_mask, conversation.messages = before, mask_before, messages_before
