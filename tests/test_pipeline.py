@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(900)  # each test starts several stages, and Python's imports alone take seconds on a busy machine
+
 ROOT = Path(__file__).resolve().parent.parent
 STAGE_SETTINGS = {
     "regenerate": ["prompt=file", "engine.dtype=float32", "engine.batch_size=4", "sampling.max_new_tokens=12"],
