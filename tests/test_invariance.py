@@ -21,6 +21,7 @@ EQUALITIES: dict[str, tuple[str, ...]] = {
     "2 ranks == 1": (
         "trainer/test_two_ranks.py::test_two_processes_give_what_one_gives",
         "test_pipeline.py::test_two_processes_write_what_one_writes",
+        "test_pipeline.py::test_torchrun_starts_a_stage",
     ),
     "10 steps == 5 + resume + 5, bit for bit": (
         "trainer/test_loop.py::test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit",

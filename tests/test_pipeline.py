@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
-import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+from safetensors.torch import load_file
 
-pytestmark = pytest.mark.timeout(900)  # each test starts several stages, and Python's imports alone take seconds on a busy machine
+pytestmark = pytest.mark.timeout(900)  # several stages in each, on a machine that may be busy
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGE_SETTINGS = {
@@ -32,64 +37,186 @@ STAGE_SETTINGS = {
 }
 
 
+# One Python that has imported what all stages need, and forks for each command: a command then costs what it does, and not
+# ten seconds of imports each time. A child is a process of its own: killed, it dies as any other would. With "die", the child
+# kills itself (SIGKILL) when the named method is called for the n-th time, which is the same moment on every machine.
+SHELL = """
+import json, os, runpy, signal, sys, traceback
+import accelerate, hydra, jinja2, matplotlib.pyplot, rich.table, safetensors.torch, torch.utils.data, tqdm, transformers
+import transformers.models.llama.modeling_llama
+
+def die(where, number):
+    module, _, path = where.partition(":")
+    owner, _, method = path.partition(".")
+    found = getattr(__import__(module, fromlist=["_"]), owner)
+    calls, plain = [], getattr(found, method)
+    def counted(*words, **named):
+        calls.append(1)
+        if len(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(*words, **named)
+    setattr(found, method, counted)
+
+def child(job):
+    os.setsid()
+    for number, path in enumerate((os.devnull, job["out"], job["err"])):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
+    os.environ.update(job["environment"])
+    if job["die"]:
+        die(*job["die"])
+    sys.argv = ["stage", *job["words"]]
+    try:
+        runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+for line in sys.stdin:
+    job = json.loads(line)
+    if "wait" in job:
+        print(os.waitstatus_to_exitcode(os.waitpid(job["wait"], 0)[1]), flush=True)
+        continue
+    pid = os.fork()
+    if pid == 0:
+        code = child(job)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    print(pid, flush=True)
+os._exit(0)
+"""
+
+
+class Shell:
+    """Starts stages as processes forked from one that has the libraries loaded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.number = folder, 0
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SHELL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+        )
+
+    def ask(self, **job: Any) -> int:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def start(self, module: str, words: Sequence[str], *, die: tuple[str, int] | None = None, **variables: str) -> Job:
+        self.number += 1
+        out, err = (self.folder / f"{self.number}.{kind}" for kind in ("out", "err"))
+        pid = self.ask(module=module, words=list(words), out=str(out), err=str(err), die=die, environment=variables)
+        return Job(pid, out, err)
+
+    def wait(self, job: Job) -> Done:
+        code = self.ask(wait=job.pid)
+        return Done(code, job.out.read_text(encoding="utf-8"), job.err.read_text(encoding="utf-8"))
+
+    def close(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=60)
+        self.process.stdout.close()
+
+
+class Job(NamedTuple):
+    """A stage that runs, and where it writes."""
+
+    pid: int
+    out: Path
+    err: Path
+
+
+class Done(NamedTuple):
+    """A stage that has ended; ``code`` -9: by SIGKILL."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    found = Shell(tmp_path_factory.mktemp("shell"))
+    yield found
+    found.close()
+
+
 class Run:
     """One run folder of the tiny target, driven as a user drives it."""
 
-    def __init__(self, folder: Path, target: Path) -> None:
-        self.folder, self.target = folder, target
+    def __init__(self, folder: Path, target: Path, shell: Shell) -> None:
+        self.folder, self.target, self.shell = folder, target, shell
         folder.mkdir(parents=True, exist_ok=True)
         self.prompts = folder.parent / "prompts.jsonl"
         words = ["red", "green", "blue", "one", "two", "three", "four", "five", "six", "seven"]
         rows = [{"prompt": f"{words[i % 10]} {words[(3 * i) % 10]} {i}?"} for i in range(20)]
         self.prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
-    def command(self, stage: str, *words: str, processes: int = 1) -> list[str]:
-        base = [sys.executable, "-m"]
-        if processes > 1:
-            base += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
+    def words(self, stage: str, *words: str) -> list[str]:
         settings = [*STAGE_SETTINGS[stage], "target=local", f"target.path={self.target}", "target.name=tiny", f"run={self.folder}"]
         if stage in ("regenerate", "precompute"):
             settings.append(f"prompt.source=[{self.prompts}]")
         if stage == "evaluate":
             settings.append(f"prompt_sets.project.source=[{self.prompts}]")
-        return [*base, f"mtp_train.{stage}", *settings, *words]
+        return [*settings, *words]
 
-    def __call__(self, stage: str, *words: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
-        command = self.command(stage, *words, processes=processes)
-        return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=240, check=False)
+    def __call__(self, stage: str, *words: str) -> Done:
+        return self.shell.wait(self.shell.start(f"mtp_train.{stage}", self.words(stage, *words)))
 
-    def ok(self, stage: str, *words: str, processes: int = 1) -> str:
-        done = self(stage, *words, processes=processes)
-        assert done.returncode == 0, done.stderr[-3000:]
+    def ok(self, stage: str, *words: str) -> str:
+        done = self(stage, *words)
+        assert done.code == 0, done.stderr[-3000:]
         return done.stdout + done.stderr
 
     def refused(self, stage: str, *words: str) -> str:
         done = self(stage, *words)
-        assert done.returncode == 2, (done.returncode, done.stderr[-3000:])
+        assert done.code == 2, (done.code, done.stderr[-3000:])
         assert "Traceback" not in done.stderr
         return done.stderr
 
-    def kill_when(self, stage: str, ready: Path, *words: str) -> None:
-        """Start a stage and SIGKILL it as soon as a file of that pattern is there; it may end first, which is fine too."""
-        process = subprocess.Popen(
-            self.command(stage, *words), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-        until = time.monotonic() + 200
-        while process.poll() is None and time.monotonic() < until and not any(ready.parent.glob(ready.name)):
-            time.sleep(0.005)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    def killed(self, stage: str, where: str, number: int, *words: str) -> None:
+        """Run a stage until the ``number``-th call of ``where``, and kill it there."""
+        done = self.shell.wait(self.shell.start(f"mtp_train.{stage}", self.words(stage, *words), die=(where, number)))
+        assert done.code == -signal.SIGKILL, (done.code, done.stderr[-3000:])
+
+    def two_ranks(self, stage: str, *words: str) -> None:
+        """Two processes with what torchrun tells them; whether torchrun itself starts them makes no difference to a stage."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        jobs = []
+        for rank in ("0", "1"):
+            told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+            jobs.append(self.shell.start(f"mtp_train.{stage}", self.words(stage, *words), **told, MASTER_PORT=port))
+        for done in [self.shell.wait(job) for job in jobs]:
+            assert done.code == 0, done.stderr[-3000:]
 
     def responses(self) -> dict[str, tuple[list[int], list[int]]]:
         rows = [json.loads(line) for file in (self.folder / "responses").glob("responses*.jsonl") for line in file.read_text().splitlines()]
+        assert len({row["prompt_id"] for row in rows}) == len(rows), "a prompt is answered once"
         return {row["prompt_id"]: (row["token_ids"], row["loss_mask"]) for row in rows}
 
     def cache_bytes(self) -> dict[str, bytes]:
-        return {file.name: file.read_bytes() for file in sorted((self.folder / "cache").glob("shard-*"))}
+        """All that a reader reads; the commit is the only word in the manifest that may differ."""
+        found = {file.name: file.read_bytes() for file in sorted((self.folder / "cache").glob("shard-*"))}
+        return found | {"manifest.json": re.sub(rb'"git_commit": [^,]*', b"", (self.folder / "cache" / "manifest.json").read_bytes())}
 
     def weights(self, name: str = "mtp") -> bytes:
         return (self.folder / "checkpoint" / name / "head.safetensors").read_bytes()
+
+    def report(self) -> dict[str, Any]:
+        found = json.loads((self.folder / "report" / "report.json").read_text(encoding="utf-8"))["data"]
+        assert isinstance(found, dict)
+        return found
+
+    def piece(self, name: str) -> dict[str, Any]:
+        """A measurement without the time that it took."""
+        found = json.loads((self.folder / "report" / "pieces" / "mtp" / f"{name}.json").read_text(encoding="utf-8"))["measurement"]
+        return {"prompts": found["acceptance"]["prompts"], "identity": found["identity"], "notes": found["acceptance"]["notes"]}
 
 
 def environment() -> dict[str, str]:
@@ -97,9 +224,9 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Run:
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, shell: Shell) -> Run:
     """A run whose stages all ran once, with two heads."""
-    run = Run(tmp_path_factory.mktemp("pipeline") / "run", tiny_llama)
+    run = Run(tmp_path_factory.mktemp("pipeline") / "run", tiny_llama, shell)
     run.ok("regenerate")
     run.ok("precompute")
     run.ok("train")
@@ -111,13 +238,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Run:
 
 
 def test_the_report_holds_both_heads_and_the_identity(finished: Run) -> None:
-    report = json.loads((finished.folder / "report" / "report.json").read_text())["data"]
-    assert [head["name"] for head in report["heads"]] == ["eagle", "mtp"]
+    report = finished.report()
+    assert [head["name"] for head in report["heads"]] == ["eagle", "mtp"] and not report["notes"]
     proofs = [m["identity"] for m in report["measurements"] if m["identity"] is not None]
     assert len(proofs) == 2
     for proof in proofs:
         assert proof["num_prompts"] == 20 and all(d["logit_gap"] <= 1e-4 for d in proof["differences"])
     page = (finished.folder / "report" / "index.html").read_text(encoding="utf-8")
+    assert ">eagle<" in page and ">mtp<" in page
     assert "<svg" in page and "http://" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
         "http://creativecommons.org", ""
     )
@@ -125,7 +253,7 @@ def test_the_report_holds_both_heads_and_the_identity(finished: Run) -> None:
 
 def test_the_estimate_is_the_measured_count(finished: Run) -> None:
     """fp32, greedy: the walk over the cache counts what real decoding counts, prompt by prompt."""
-    report = json.loads((finished.folder / "report" / "report.json").read_text())["data"]
+    report = finished.report()
     for head in ("mtp", "eagle"):
         here = [m for m in report["measurements"] if m["head"] == head and m["acceptance"]["temperature"] == 0 and m["identity"] is None]
         measured, estimate = sorted(here, key=lambda m: m["acceptance"]["measured_by"] == "estimate")
@@ -133,65 +261,142 @@ def test_the_estimate_is_the_measured_count(finished: Run) -> None:
         assert counts[0] == counts[1] and sum(drafts for drafts, _ in counts[0]) > 20
 
 
+def test_the_export_loads_back_to_the_trained_head(finished: Run) -> None:
+    from mtp_train.exporter.hf import load_exported
+    from mtp_train.exporter.proof import prove, read_probe
+
+    served, checkpoint = finished.folder / "served" / "mtp-hf", finished.folder / "checkpoint" / "mtp"
+    tensors = load_file(served / "model.safetensors")
+    trained = load_file(checkpoint / "head.safetensors")
+    assert sorted(t.numpy().tobytes() for t in tensors.values()) == sorted(t.numpy().tobytes() for t in trained.values())
+    graph = load_exported(served, target_path=finished.target)
+    assert prove(graph, tensors, read_probe(checkpoint), dtype="float32")["largest_difference"]["logits"] < 1e-5
+
+
 def test_a_second_call_does_nothing_twice(finished: Run) -> None:
-    before = (finished.responses(), finished.cache_bytes(), finished.weights())
-    stamps = {file: file.stat().st_mtime_ns for file in (finished.folder / "report" / "pieces").rglob("project*.json")}
+    before = (finished.responses(), finished.cache_bytes(), finished.weights(), finished.weights("eagle"))
+    kept = [
+        *(finished.folder / "responses").glob("responses*.jsonl"),
+        *(finished.folder / "cache").glob("*shard*"),
+        *(finished.folder / "checkpoint").rglob("*.safetensors"),
+        *(finished.folder / "checkpoint").rglob("metrics.jsonl"),
+        *(finished.folder / "report" / "pieces").rglob("project*.json"),
+        *(finished.folder / "report" / "pieces").rglob("identity.json"),
+        *(path for path in (finished.folder / "served").rglob("*") if path.is_file()),
+    ]
+    stamps = {file: (file.stat().st_mtime_ns, file.stat().st_ino) for file in kept}
+    report = finished.report()
     assert "20 of 20 answers are there already" in finished.ok("regenerate")
     assert "0 tokens to read" in finished.ok("precompute")
     finished.ok("train")
-    assert "project.greedy is measured already" in finished.ok("evaluate", "name=mtp")
-    finished.ok("export", "name=mtp")
-    assert (finished.responses(), finished.cache_bytes(), finished.weights()) == before
-    assert stamps and {file: file.stat().st_mtime_ns for file in stamps} == stamps
+    again = finished.ok("evaluate", "name=mtp")
+    for name in ("project.greedy", "project.greedy.estimate", "project.sampled", "project.sampled.estimate", "identity"):
+        assert f"{name} is measured already" in again
+    assert "already there" in finished.ok("export", "name=mtp")
+    assert (finished.responses(), finished.cache_bytes(), finished.weights(), finished.weights("eagle")) == before
+    assert len(kept) > 20 and {file: (file.stat().st_mtime_ns, file.stat().st_ino) for file in kept} == stamps
+    assert finished.report()["measurements"] == report["measurements"]
 
 
-def test_two_processes_write_what_one_writes(finished: Run, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", finished.target)
-    run.ok("regenerate", processes=2)
-    run.ok("precompute", processes=2)
+@pytest.mark.slow
+def test_torchrun_starts_a_stage(finished: Run, tmp_path: Path, shell: Shell) -> None:
+    """The launcher itself, with Pythons of its own; the forked pair of the next test says the same of both stages."""
+    run = Run(tmp_path / "run", finished.target, shell)
+    words = ["--standalone", "--nproc-per-node", "2", "-m", "mtp_train.regenerate", *run.words("regenerate")]
+    done = shell.wait(shell.start("torch.distributed.run", words))
+    assert done.code == 0, done.stderr[-3000:]
+    assert (run.folder / "responses" / "responses-1.jsonl").stat().st_size
+    assert run.responses() == finished.responses()
+
+
+def test_two_processes_write_what_one_writes(finished: Run, tmp_path: Path, shell: Shell) -> None:
+    run = Run(tmp_path / "run", finished.target, shell)
+    run.two_ranks("regenerate")
+    assert all((run.folder / "responses" / name).stat().st_size for name in ("responses.jsonl", "responses-1.jsonl"))
+    run.two_ranks("precompute")
     assert run.responses() == finished.responses()
     assert run.cache_bytes() == finished.cache_bytes()
 
 
-def test_killed_in_every_stage_it_ends_the_same(finished: Run, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", finished.target)
-    run.kill_when("regenerate", run.folder / "responses" / "responses.jsonl")
+def test_killed_in_every_stage_it_ends_the_same(finished: Run, tmp_path: Path, shell: Shell) -> None:
+    run = Run(tmp_path / "run", finished.target, shell)
+    run.killed("regenerate", "mtp_train.prompt.responses:ResponseWriter.write", 8)
+    assert 0 < len(run.responses()) < 20
+    run.refused("precompute")
+    with open(run.folder / "responses" / "responses.jsonl", "ab") as stream:
+        stream.write(b'{"prompt_id": "half a li')
     run.ok("regenerate")
     assert run.responses() == finished.responses()
-    run.kill_when("precompute", run.folder / "cache" / "shard-00001.json")
+
+    run.killed("precompute", "mtp_train.cache.writer:CacheWriter.write_shard", 2)
+    assert len(list((run.folder / "cache").glob("shard-*.safetensors"))) == 1
+    assert "found 1 of 9 shards; run the same precompute again" in run.refused("train")
     run.ok("precompute")
     assert run.cache_bytes() == finished.cache_bytes()
-    run.kill_when("train", run.folder / "checkpoint" / "mtp" / "step-*")
-    run.ok("train")
+
+    run.killed("train", "mtp_train.trainer.saving:Saver.save", 3)
+    assert not (run.folder / "checkpoint" / "mtp" / "head.json").exists()
+    assert "run train" in run.refused("evaluate")
+    assert "continuing after step 4" in run.ok("train")
     assert run.weights() == finished.weights()
-    run.kill_when("evaluate", run.folder / "report" / "pieces" / "mtp" / "project.greedy.json")
-    assert "measured already" in run.ok("evaluate")
-    names = ("project.greedy.json", "project.sampled.json", "identity.json")
-    for name in names:
-        found, wanted = (json.loads((r.folder / "report" / "pieces" / "mtp" / name).read_text()) for r in (run, finished))
-        assert found["measurement"]["acceptance"]["prompts"] == wanted["measurement"]["acceptance"]["prompts"]
+
+    run.killed("evaluate", "mtp_train.engine.measure:Pieces.get", 4)
+    assert not (run.folder / "report" / "index.html").exists()
+    again = run.ok("evaluate")
+    for name in ("project.greedy", "project.greedy.estimate", "project.sampled", "project.sampled.estimate", "identity"):
+        assert (f"{name} is measured already" in again) == (name not in ("project.sampled.estimate", "identity"))
+        assert run.piece(name) == finished.piece(name)
 
 
-def test_what_does_not_fit_is_refused_with_the_remedy(finished: Run, tmp_path: Path, tiny_llama_tied: Path) -> None:
-    empty = Run(tmp_path / "run", finished.target)
-    assert "regenerate" in empty.refused("precompute")
-    assert "precompute" in empty.refused("train")
-    assert "train" in empty.refused("evaluate")
-    other = Run(finished.folder, tiny_llama_tied)
-    for stage in ("precompute", "train", "evaluate"):
-        message = other.refused(stage)
-        assert "expected" in message and "found" in message, message
+def test_what_comes_before_is_missing_and_named(finished: Run, tmp_path: Path, shell: Shell) -> None:
+    empty = Run(tmp_path / "run", finished.target, shell)
+    for stage, before in (("precompute", "regenerate"), ("train", "precompute"), ("evaluate", "train"), ("export", "train")):
+        assert f"run {before}" in empty.refused(stage)
+    assert not [path for path in empty.folder.rglob("*") if path.is_file()], "a refused stage writes nothing"
+
+
+def test_another_target_and_another_template_are_refused_with_both_values(
+    finished: Run, tmp_path: Path, tiny_llama_tied: Path, shell: Shell
+) -> None:
+    copy = tmp_path / "another_template"
+    shutil.copytree(finished.target, copy)
+    template = copy / "chat_template.jinja"
+    template.write_text(template.read_text(encoding="utf-8").replace("+ '\n' }}{% endfor %}", "+ '\n\n' }}{% endfor %}"), encoding="utf-8")
+    mine = json.loads((finished.folder / "cache" / "manifest.json").read_text(encoding="utf-8"))["identity"]
+    for target, key in ((tiny_llama_tied, "target_fingerprint"), (copy, "template_hash")):
+        other = Run(finished.folder, target, shell)
+        for stage in ("regenerate", "precompute", "train", "evaluate", *(["export"] if target is tiny_llama_tied else [])):
+            message = other.refused(stage)
+            assert mine[key][:12] in message, (stage, message)
+            found = set(re.findall(r"\b[0-9a-f]{12,64}\b", message))
+            assert len({value[:12] for value in found}) > 1, f"{stage}: both values: {message}"
+            assert re.search(r"use |choose |regenerate |train ", message), f"{stage}: the remedy: {message}"
+    # A head beside a report of its own, so that it is the head itself that is refused.
+    for target in (tiny_llama_tied, copy):
+        alone = Run(finished.folder, target, shell)
+        assert "expected a head of this target" in alone.refused("evaluate", f"out={tmp_path}/report")
+
+
+def test_other_settings_are_refused_and_leave_the_record_of_the_run_that_stands(finished: Run) -> None:
+    records = {path: path.read_bytes() for path in finished.folder.rglob("settings.*.json")}
+    assert len(records) >= 5
     assert "max_new_tokens" in finished.refused("regenerate", "sampling.max_new_tokens=5")
-    unknown = finished("train", "no_such_key=1")
-    assert unknown.returncode != 0 and "no_such_key" in unknown.stderr
-
-
-def test_a_refused_run_leaves_the_record_of_the_one_that_stands(finished: Run) -> None:
-    record = finished.folder / "responses" / "settings.regenerate.json"
-    before = record.read_bytes()
-    finished.refused("regenerate", "sampling.max_new_tokens=7")
-    assert record.read_bytes() == before
+    assert "top_k: expected 4, found 8" in finished.refused("precompute", "top_k=4")
+    assert "lr" in finished.refused("train", "optimizer.lr=0.5")
     assert "num_answers" in finished.refused("regenerate", "num_answers=0")
+    assert "no_such_set" in finished.refused("evaluate", "ways.greedy.prompt_sets=[no_such_set]")
+    assert {path: path.read_bytes() for path in records} == records
+    unknown = finished("train", "no_such_key=1")
+    assert unknown.code != 0 and "no_such_key" in unknown.stderr and "Traceback" not in unknown.stderr
+
+
+def test_answers_to_other_prompts_are_not_kept(finished: Run, tmp_path: Path, shell: Shell) -> None:
+    """Rows are known by their number where a file gives no ids: an edited file must not keep the answers of the old one."""
+    run = Run(tmp_path / "run", finished.target, shell)
+    run.ok("regenerate", "prompt.limit=3")
+    run.prompts.write_text(run.prompts.read_text(encoding="utf-8").replace("red red 0?", "what else?"), encoding="utf-8")
+    message = run.refused("regenerate", "prompt.limit=3")
+    assert "what else?" in message and "red red 0?" in message and "use another run folder" in message
 
 
 def test_a_name_cannot_leave_the_run(finished: Run) -> None:

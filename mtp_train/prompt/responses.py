@@ -129,7 +129,7 @@ def _cut_torn_line(path: Path) -> None:
     if not path.exists():
         return
     with open(path, "r+b") as stream:
-        position = stream.seek(0, os.SEEK_END)
+        position = end = stream.seek(0, os.SEEK_END)
         while position > 0:
             step = min(position, 1 << 16)
             stream.seek(position - step)
@@ -138,9 +138,10 @@ def _cut_torn_line(path: Path) -> None:
                 position = position - step + newline + 1
                 break
             position -= step
-        stream.truncate(position)
-        stream.flush()
-        os.fsync(stream.fileno())
+        if position < end:
+            stream.truncate(position)
+            stream.flush()
+            os.fsync(stream.fileno())
 
 
 def _read_all(directory: Path) -> list[Response]:
