@@ -8,11 +8,12 @@ finished: an interrupted run continues. All heads measured into one report folde
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtp_train.runtime import log
+from mtp_train.runtime import is_main, log
 from mtp_train.stage import OpenTarget, build, call, head_loader, load_word, open_target, plain, stage, start
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from mtp_train.acceptance.report_data import Measurement
     from mtp_train.engine.base import Engine, SpeculateRequest
+    from mtp_train.engine.measure import Pieces
     from mtp_train.exporter.base import Exporter
     from mtp_train.head.base import Head
 
@@ -37,6 +39,8 @@ def _prompt_sets(cfg: DictConfig, target: OpenTarget) -> dict[str, list[Speculat
     used = {name for way in plain(cfg.ways).values() for name in way["prompt_sets"]}
     if cfg.identity.num_prompts != 0:
         used.add(cfg.identity.prompt_set)
+    if not used:
+        raise ValueError("ways: expected at least one way that names a prompt set, or an identity, found nothing to measure")
     known = plain(cfg.prompt_sets)
     if missing := sorted(used - known.keys()):
         raise ValueError(f"ways: expected prompt sets among {sorted(known)} (prompt_sets), found {missing}")
@@ -78,32 +82,20 @@ def _draft_of(engine: Engine, checkpoint: Path, target: OpenTarget, served: Path
     return exporter.export(checkpoint, target.path, served).path
 
 
-@stage("evaluate")
-def main(cfg: DictConfig) -> None:
-    from mtp_train.checkpoint import read_head_config
+def _measure_ways(
+    cfg: DictConfig, *, target: OpenTarget, engine: Engine, pieces: Pieces, draft: Path, prompt_sets: dict[str, list[SpeculateRequest]]
+) -> list[Measurement]:
+    """Every way on each of its prompt sets, and the estimate beside it."""
+    from mtp_train.engine.measure import decode, estimate_from_answers, speculate_settings
 
-    checkpoint = Path(cfg.checkpoint)
-    head = read_head_config(checkpoint)
-    target = open_target(cfg.target)
-    prompt_sets = _prompt_sets(cfg, target)
-    run = start(cfg, stage_name=f"evaluate.{cfg.name}")
-
-    from mtp_train.acceptance.report import print_summary, write_report
-    from mtp_train.engine.comparison import collect, marked_answers, write_head
-    from mtp_train.engine.measure import Pieces, decode, estimate_from_answers, prove_identity, speculate_settings
-
-    engine = _engine(cfg, target)
-    depends_on = {"head": head["weights_sha256"], "target": target.identity(), "engine": plain(cfg.engine), "version": engine.version}
-    pieces = Pieces(folder=run.out / "pieces" / cfg.name, identity=depends_on)
-    draft = _draft_of(engine, checkpoint, target, pieces.folder / "served")
     measured: list[Measurement] = []
     for way_name, way in plain(cfg.ways).items():
         settings = speculate_settings(
             decoding=plain(cfg.decoding), way=way, max_new_tokens=cfg.max_new_tokens, seed=cfg.seed, batch_size=cfg.batch_size
         )
-        for set_name in (name for name in way["prompt_sets"] if name in prompt_sets):
+        for set_name in way["prompt_sets"]:
             requests = prompt_sets[set_name]
-            stated = [str(settings), way["plain"], [request.token_ids for request in requests]]
+            stated = [str(settings), way["plain"], [astuple(request) for request in requests]]
             log(f"evaluate: {cfg.name} on {set_name}, {way_name}, {len(requests)} prompts")
             where = {"head": cfg.name, "prompt_set": set_name, "requests": requests, "settings": settings}
             decoded = pieces.get(f"{set_name}.{way_name}", stated, partial(decode, engine=engine, draft=draft, plain=way["plain"], **where))
@@ -113,33 +105,66 @@ def main(cfg: DictConfig) -> None:
                 walk = partial(
                     estimate_from_answers,
                     engine=engine,
-                    draft=checkpoint,
+                    draft=Path(cfg.checkpoint),
                     answers=decoded.acceptance,
                     load=_loader(target, engine),
                     **where,
                 )
                 measured.append(pieces.get(f"{set_name}.{way_name}.estimate", stated, walk))
-    if cfg.identity.num_prompts != 0 and cfg.identity.prompt_set in prompt_sets:
+    return measured
+
+
+def _measure_identity(cfg: DictConfig, *, target: OpenTarget, pieces: Pieces, draft: Path, requests: list[SpeculateRequest]) -> Measurement:
+    """In float32: does greedy speculation write what plain greedy decoding writes."""
+    from mtp_train.engine.measure import prove_identity, speculate_settings
+
+    greedy = {"temperature": 0.0, "top_p": 1.0, "draft_sampling": "greedy"}
+    settings = speculate_settings(
+        decoding=plain(cfg.decoding), way=greedy, max_new_tokens=cfg.identity.max_new_tokens, seed=cfg.seed, batch_size=cfg.batch_size
+    )
+    log(f"evaluate: {cfg.name}, float32: is speculation plain greedy decoding, on {len(requests)} prompts")
+
+    def prove() -> Measurement:
+        exact = _engine(cfg, target, dtype="float32")
+        where = {"head": cfg.name, "prompt_set": cfg.identity.prompt_set}
+        return prove_identity(**where, engine=exact, requests=requests, draft=draft, settings=settings)
+
+    return pieces.get("identity", [str(settings), [astuple(request) for request in requests]], prove)
+
+
+@stage("evaluate")
+def main(cfg: DictConfig) -> None:
+    if not is_main():  # one process decodes; an engine may use several devices of its own
+        return
+    from mtp_train.checkpoint import read_head_config
+    from mtp_train.engine.comparison import check_target, collect, marked_answers, write_head
+
+    checkpoint = Path(cfg.checkpoint)
+    head = read_head_config(checkpoint)
+    target = open_target(cfg.target)
+    prompt_sets = _prompt_sets(cfg, target)
+    check_target(Path(cfg.out), target.identity())
+    run = start(cfg, stage_name=f"evaluate.{cfg.name}")
+
+    from mtp_train.acceptance.report import print_summary, write_report
+    from mtp_train.acceptance.report_data import FORMAT_VERSION
+    from mtp_train.engine.measure import Pieces
+
+    engine = _engine(cfg, target)
+    depends_on = {"head": head["weights_sha256"], "target": target.identity(), "engine": plain(cfg.engine), "version": engine.version}
+    pieces = Pieces(folder=run.out / "pieces" / cfg.name, identity=depends_on | {"format": FORMAT_VERSION})
+    draft = _draft_of(engine, checkpoint, target, pieces.folder / "served")
+    measured = _measure_ways(cfg, target=target, engine=engine, pieces=pieces, draft=draft, prompt_sets=prompt_sets)
+    if cfg.identity.num_prompts != 0:
         requests = prompt_sets[cfg.identity.prompt_set][: cfg.identity.num_prompts]
-        greedy = {"temperature": 0.0, "top_p": 1.0, "draft_sampling": "greedy"}
-        settings = speculate_settings(
-            decoding=plain(cfg.decoding), way=greedy, max_new_tokens=cfg.identity.max_new_tokens, seed=cfg.seed, batch_size=cfg.batch_size
-        )
-        log(f"evaluate: {cfg.name}, float32: is speculation plain greedy decoding, on {len(requests)} prompts")
-
-        def prove() -> Measurement:
-            exact = _engine(cfg, target, dtype="float32")
-            where = {"head": cfg.name, "prompt_set": cfg.identity.prompt_set}
-            return prove_identity(**where, engine=exact, requests=requests, draft=draft, settings=settings)
-
-        measured.append(pieces.get("identity", [str(settings), [request.token_ids for request in requests]], prove))
-    first = next(iter(prompt_sets))
+        measured.append(_measure_identity(cfg, target=target, pieces=pieces, draft=draft, requests=requests))
     write_head(
         pieces.folder,
         name=cfg.name,
         checkpoint=checkpoint,
         measured=measured,
-        answers=marked_answers(cfg.name, measured[0], prompt_sets[first], target.template, num_shown=cfg.num_shown),
+        answers=marked_answers(cfg.name, measured[0], prompt_sets[measured[0].prompt_set], target.template, num_shown=cfg.num_shown),
+        target=target.identity(),
         provenance={"settings": run.settings, "machine": run.provenance, "engine": engine.describe()},
     )
     data = collect(run.out, target=target.spec.as_dict(), run_folder=Path(cfg.run), aims=plain(cfg.aims))

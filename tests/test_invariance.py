@@ -34,10 +34,21 @@ EQUALITIES: dict[str, tuple[str, ...]] = {
     "greedy speculation == greedy generation": ("engine/test_hf_speculate.py::test_greedy_speculation_equals_greedy_decoding",),
     "estimate == measured counts": (
         "engine/test_estimate_from_cache.py::test_greedy_counts_are_those_of_real_decoding",
+        "engine/test_measure.py::test_the_estimate_of_greedy_answers_is_what_was_measured",
         "test_pipeline.py::test_the_estimate_is_the_measured_count",
     ),
     "batch of 1 == batch of 8": ("engine/test_hf_prefill.py::test_one_at_a_time_and_eight_together_give_the_same_hidden_states",),
     "export -> load -> same logits": ("exporter/test_hf.py::test_export_loads_back_to_the_same_logits",),
+    "drawn drafts: estimate == measured within its interval": (
+        "engine/test_estimate_from_cache.py::test_sampled_rates_agree_within_their_interval",
+    ),
+    "sampled speculation == the target's distribution": (
+        "engine/test_hf_speculate.py::test_sampled_speculation_keeps_the_targets_distribution",
+    ),
+    "the target's tensors after training == before": (
+        "head/test_pair.py::test_gradients_reach_the_head_and_nothing_else",
+        "trainer/test_loop.py::test_embedding_and_lm_head_stay_as_they_are",
+    ),
     "each exported tensor perturbed -> logits change": ("exporter/test_hf.py::test_each_exported_tensor_perturbed_changes_the_logits",),
 }
 

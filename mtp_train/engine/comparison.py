@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mtp_train.acceptance.report_data import Aim, MarkedAnswer, Measurement, PromptSet, ReportData, TrainedHead, part_from_json
+from mtp_train.acceptance.report_summary import way_of
 from mtp_train.checkpoint import WEIGHTS, read_head_config
 from mtp_train.engine.base import SpeculateRequest
 from mtp_train.prompt.template import ChatTemplate
@@ -58,6 +59,7 @@ def write_head(
     checkpoint: Path,
     measured: Sequence[Measurement],
     answers: Sequence[MarkedAnswer],
+    target: Mapping[str, str],
     provenance: Mapping[str, Any],
 ) -> None:
     """Keep all that the report says of one head in ``folder``, written last of its pieces."""
@@ -74,6 +76,7 @@ def write_head(
         "head": asdict(head),
         "measurements": [asdict(item) for item in measured],
         "answers": [asdict(item) for item in answers],
+        "target": dict(target),
         "provenance": {f"train {name}": made_by, f"evaluate {name}": dict(provenance)},
     }
     atomic_write_json(folder / _HEAD_FILE, document)
@@ -107,6 +110,19 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
+def check_target(out: Path, target: Mapping[str, str]) -> None:
+    """ValueError where ``out`` holds heads measured on another target than this one (an identity as artefacts state it)."""
+    for path in sorted((out / "pieces").glob(f"*/{_HEAD_FILE}")):
+        stated = read_json(path).get("target", target)  # early ones did not state it
+        differing = [key for key in target if key != "target_name" and stated[key] != target[key]]
+        if differing:
+            key, head = differing[0], path.parent.name
+            raise ValueError(
+                f"{out}: expected measurements on {target['target_name']} ({key} {target[key][:16]}), found head {head} measured "
+                f"on {stated['target_name']} ({key} {stated[key][:16]}); choose another run= or out=, or delete {path.parent}"
+            )
+
+
 def collect(out: Path, *, target: Mapping[str, Any], run_folder: Path, aims: Sequence[Mapping[str, Any]]) -> ReportData:
     """The report of every head whose pieces lie in ``out/pieces``, in the order of their names."""
     documents = [read_json(path) for path in sorted((out / "pieces").glob(f"*/{_HEAD_FILE}"))]
@@ -133,5 +149,30 @@ def collect(out: Path, *, target: Mapping[str, Any], run_folder: Path, aims: Seq
         answers=answers,
         aims=tuple(listed),
         provenance=provenance,
-        notes=(),
+        notes=tuple(_unlike(measurements)),
     )
+
+
+def _unlike(measurements: Sequence[Measurement]) -> Iterator[str]:
+    """A sentence for each table whose heads were not measured alike, since their figures would be read as a comparison."""
+    tables: dict[tuple[str, str], list[Measurement]] = {}
+    for item in measurements:
+        if not item.is_estimate and item.identity is None:
+            tables.setdefault((item.prompt_set, way_of(item.acceptance).text), []).append(item)
+    for (prompt_set, way), items in tables.items():
+        stated = {item.head: _stated(item) for item in items}
+        first = next(iter(stated.values()))
+        for key in first:
+            found = {head: values[key] for head, values in stated.items()}
+            if any(value != first[key] for value in found.values()):
+                said = "not the same" if key == "prompts" else "; ".join(f"{head} {value}" for head, value in found.items())
+                yield f"{prompt_set}, {way}: the heads were not measured alike and cannot be compared; {key}: {said}."
+
+
+def _stated(item: Measurement) -> dict[str, Any]:
+    acceptance = item.acceptance
+    return {
+        "engine": f"{acceptance.measured_by} ({acceptance.engine_version}, {acceptance.dtype})",
+        **{key: acceptance.notes.get(key) for key in ("max_new_tokens", "top_p", "seed", "refresh", "ignore_eos")},
+        "prompts": [(prompt.prompt_id, prompt.num_prompt_tokens) for prompt in acceptance.prompts],
+    }

@@ -92,7 +92,8 @@ class _Answers:
                 self.found.append((sample, name, span))
                 rows += [first + row for row in bases(span)]
                 ends += [first + span.last] * len(bases(span))
-                generator = request_generator(seed=seed, request_id=name)
+                # A stream of its own: the coins must not hang together with the draws that wrote the answer.
+                generator = request_generator(seed=seed, request_id=f"estimate {name}")
                 draws.append(torch.rand(len(bases(span)), num_speculative_tokens, generator=generator, dtype=torch.float64))
         device = batch.token_ids_T.device
         self.base_M = torch.tensor(rows, dtype=torch.int64, device=device)

@@ -102,3 +102,34 @@ def plain_model():
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     return load
+
+
+@pytest.fixture(scope="session")
+def leaning_head():
+    """Makes a ``load_head`` for ``easy_target``: a head that leans on the token it reads agrees about half the time; a random one never."""
+    from mtp_train.head.eagle import Eagle
+    from mtp_train.head.mtp import Mtp
+
+    names = ("embed", "hidden", "input", "output", "feedback")
+
+    def make(target: Path, word: str):
+        cls, on, order = {"mtp": (Mtp, True, "hidden_embed"), "eagle": (Eagle, False, "embed_hidden")}[word]
+        settings = {
+            "norms": dict.fromkeys(names, on),
+            "column_order": order,
+            "zero_first_embedding": on,
+            "init": "target_last_layer",
+            "seed": 7,
+        }
+
+        def load(path, shared):
+            head = cls(target_path=target, shared=shared, trust_remote_code=False, **settings)
+            with torch.no_grad():
+                half = head.projection.weight.shape[0]
+                head.projection.weight[:, : 2 * half].mul_(0.05)
+                head.projection.weight[:, (half if on else 0) : (2 * half if on else half)].add_(torch.eye(half))
+            return head
+
+        return load
+
+    return make

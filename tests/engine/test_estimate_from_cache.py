@@ -10,33 +10,7 @@ import torch
 
 from mtp_train.engine.base import GenerateRequest, PrefillSettings, Sampling, SpeculateRequest, SpeculateSettings
 from mtp_train.engine.estimate_from_cache import estimate
-from mtp_train.head.eagle import Eagle
-from mtp_train.head.mtp import Mtp
 from mtp_train.records import Response
-
-NAMES = ("embed", "hidden", "input", "output", "feedback")
-
-
-def _load(target: Path, word: str):
-    cls, on, order = {"mtp": (Mtp, True, "hidden_embed"), "eagle": (Eagle, False, "embed_hidden")}[word]
-    settings = {
-        "norms": dict.fromkeys(NAMES, on),
-        "column_order": order,
-        "zero_first_embedding": on,
-        "init": "target_last_layer",
-        "seed": 7,
-    }
-
-    def load(path, shared):
-        head = cls(target_path=target, shared=shared, trust_remote_code=False, **settings)
-        # A head that leans on the token it reads agrees with this target about half the time; a random one never does.
-        with torch.no_grad():
-            half = head.projection.weight.shape[0]
-            head.projection.weight[:, : 2 * half].mul_(0.05)
-            head.projection.weight[:, (half if on else 0) : (2 * half if on else half)].add_(torch.eye(half))
-        return head
-
-    return load
 
 
 def _samples(engine, prompts, answers):
@@ -64,8 +38,8 @@ def _many(num: int, seed: int):
 
 @pytest.mark.parametrize("word", ["mtp", "eagle"])
 @pytest.mark.parametrize("k", [1, 3, 5])
-def test_greedy_counts_are_those_of_real_decoding(easy_target, make_engine, word, k):
-    engine = make_engine(easy_target, load_head=_load(easy_target, word), batch_size=16, max_prefill_tokens=512)
+def test_greedy_counts_are_those_of_real_decoding(easy_target, make_engine, leaning_head, word, k):
+    engine = make_engine(easy_target, load_head=leaning_head(easy_target, word), batch_size=16, max_prefill_tokens=512)
     prompts = _many(24, seed=0)
     sampling = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=50, seed=0)
     settings = SpeculateSettings(
@@ -90,8 +64,8 @@ def test_greedy_counts_are_those_of_real_decoding(easy_target, make_engine, word
 
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
-def test_sampled_rates_agree_within_their_interval(easy_target, make_engine, draft_sampling, top_p):
-    engine = make_engine(easy_target, load_head=_load(easy_target, "mtp"), batch_size=64, max_prefill_tokens=4096)
+def test_sampled_rates_agree_within_their_interval(easy_target, make_engine, leaning_head, draft_sampling, top_p):
+    engine = make_engine(easy_target, load_head=leaning_head(easy_target, "mtp"), batch_size=64, max_prefill_tokens=4096)
     prompts = _many(150, seed=1)
     sampling = Sampling(temperature=1.3, top_p=top_p, max_new_tokens=24, seed=0)
     requests = [SpeculateRequest(prompt_id=f"r{index}", category="c", token_ids=prompt) for index, prompt in enumerate(prompts)]
@@ -122,8 +96,8 @@ def test_sampled_rates_agree_within_their_interval(easy_target, make_engine, dra
     assert 0.02 < measured.rate_per_position()[0] < 0.98
 
 
-def test_each_answer_of_a_conversation_is_walked_apart(easy_target, make_engine):
-    engine = make_engine(easy_target, load_head=_load(easy_target, "mtp"))
+def test_each_answer_of_a_conversation_is_walked_apart(easy_target, make_engine, leaning_head):
+    engine = make_engine(easy_target, load_head=leaning_head(easy_target, "mtp"))
     tokens = _many(1, seed=3)[0] * 3
     response = Response(
         prompt_id="talk",

@@ -1,0 +1,141 @@
+"""Heads measured at different times come together in one report, which says where they cannot be compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_train.acceptance.report_data import Measurement
+from mtp_train.checkpoint import save_head
+from mtp_train.engine.base import SpeculateRequest
+from mtp_train.engine.comparison import check_target, collect, marked_answers, write_head
+from mtp_train.records import Acceptance, PromptAcceptance
+
+TARGET = {"target_name": "tiny", "target_fingerprint": "f" * 64, "tokenizer_hash": "t" * 64, "template_hash": "c" * 64}
+
+
+def prompt(name: str, category: str = "a") -> PromptAcceptance:
+    return PromptAcceptance(
+        prompt_id=name,
+        category=category,
+        num_prompt_tokens=3,
+        token_ids=(10, 11, 12),
+        accepted=(False, True, False),
+        num_drafts=2,
+        num_drafted_per_position=(2, 2),
+        num_accepted_per_position=(1, 0),
+    )
+
+
+def measurement(head: str, *, names: tuple[str, ...] = ("x", "y"), dtype: str = "float32", by: str = "hf", **notes: Any) -> Measurement:
+    acceptance = Acceptance(
+        prompts=tuple(prompt(name) for name in names),
+        scheme="chain",
+        num_speculative_tokens=2,
+        temperature=0.0,
+        draft_sampling="greedy",
+        measured_by=by,
+        engine_version="1",
+        dtype=dtype,
+        wall_s=1.0,
+        notes={"max_new_tokens": 8, "batch_size": 4, "num_target_forwards": 3} | notes,
+    )
+    return Measurement(head=head, prompt_set="p", acceptance=acceptance, plain=None, identity=None)
+
+
+def keep(out: Path, name: str, *measured: Measurement, target: dict[str, str] = TARGET) -> None:
+    checkpoint = out.parent / "checkpoint" / name
+    save_head(
+        checkpoint,
+        {"w": torch.zeros(3, 5), "b": torch.zeros(7)},
+        config={"head": "mtp", "method": "mtp", "hidden_state": "post_norm", "settings": {"norms": {"embed": True, "output": False}}},
+        target=target,
+        made_by={"settings": {"losses": {"topk_kl": 1.0}}},
+    )
+    (checkpoint / "metrics.jsonl").write_text('{"split": "train", "step": 1, "tokens": 5}\n\n{"split": "train", "step": 2, "tokens": 10}\n')
+    write_head(
+        out / "pieces" / name, name=name, checkpoint=checkpoint, measured=measured, answers=(), target=target, provenance={"engine": name}
+    )
+
+
+def notes_of(out: Path) -> tuple[str, ...]:
+    return collect(out, target={"name": "tiny"}, run_folder=out.parent, aims=[]).notes
+
+
+def test_all_heads_of_the_folder_are_in_the_report(tmp_path: Path) -> None:
+    out = tmp_path / "report"
+    keep(out, "one", measurement("one"), measurement("one", by="estimate"))
+    keep(out, "two", measurement("two"))
+    (tmp_path / "responses").mkdir()
+    (tmp_path / "responses" / "settings.regenerate.json").write_text('{"settings": 1}')
+    aims = [{"prompt_set": "p", "quantity": "first_position", "at_least": 0.3}, {"prompt_set": "q", "quantity": "speedup", "at_least": 1}]
+    data = collect(out, target={"name": "tiny"}, run_folder=tmp_path, aims=aims)
+    assert [head.name for head in data.heads] == ["one", "two"] and data.title == "Acceptance of one and two on tiny"
+    assert data.measurements == (measurement("one"), measurement("one", by="estimate"), measurement("two"))
+    facts = data.heads[0].facts
+    assert facts["norms on"] == "embed" and facts["steps"] == 2 and facts["tokens trained on"] == 10
+    assert facts["parameters"] == "0.00 M" and len(data.heads[0].metrics) == 2
+    assert [(aim.head, aim.prompt_set) for aim in data.aims] == [("one", "p"), ("two", "p")], (
+        "an aim on a set that was not measured is none"
+    )
+    assert set(data.provenance) == {"regenerate", "train one", "evaluate one", "train two", "evaluate two"}
+    assert data.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"max_new_tokens": 9}, "max_new_tokens: one 8; two 9."),
+        ({"top_p": 0.9}, "top_p: one None; two 0.9."),
+        ({"refresh": False}, "refresh: one None; two False."),
+        ({"dtype": "bfloat16"}, "engine: one hf (1, float32); two hf (1, bfloat16)."),
+        ({"names": ("x", "z")}, "prompts: not the same."),
+    ],
+)
+def test_heads_that_were_not_measured_alike_are_named(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    out = tmp_path / "report"
+    keep(out, "one", measurement("one"))
+    keep(out, "two", measurement("two", **changes), measurement("two", by="estimate", names=("q",)))
+    (note,) = notes_of(out)
+    assert note.startswith("p, chain, K = 2") and "cannot be compared" in note and note.endswith(said)
+    keep(out, "two", measurement("two", batch_size=64, num_target_forwards=9))
+    assert notes_of(out) == (), "what does not decide acceptance may differ"
+
+
+def test_another_target_s_heads_are_refused_with_both_values(tmp_path: Path) -> None:
+    out = tmp_path / "report"
+    check_target(out, TARGET)
+    keep(out, "one", measurement("one"))
+    check_target(out, TARGET | {"target_name": "renamed"})
+    for key in ("target_fingerprint", "tokenizer_hash", "template_hash"):
+        with pytest.raises(ValueError, match=rf"expected measurements on other \({key} 0{{16}}\), found head one measured on tiny .*out="):
+            check_target(out, TARGET | {"target_name": "other", key: "0" * 64})
+    path = out / "pieces" / "one" / "head.json"
+    document = json.loads(path.read_text())
+    del document["target"]
+    path.write_text(json.dumps(document))
+    check_target(out, TARGET | {"target_fingerprint": "0" * 64})
+
+
+class Letters:
+    """Stands for a template: token 10 is k."""
+
+    def decode(self, token_ids: Any) -> str:
+        return "".join(chr(97 + token) for token in token_ids)
+
+
+def test_answers_are_shown_by_category_with_their_tokens_marked() -> None:
+    names = [("x", "a"), ("y", "a"), ("z", "b"), ("not asked", "c"), ("v", "d")]
+    found = measurement("one")
+    prompts = tuple(prompt(name, category) for name, category in names)
+    found = dataclasses.replace(found, acceptance=dataclasses.replace(found.acceptance, prompts=prompts))
+    requests = [SpeculateRequest(prompt_id=name, category="a", token_ids=(0,) * (5 if name == "x" else 900)) for name in "xyzv"]
+    shown = marked_answers("one", found, requests, Letters(), num_shown=2)  # type: ignore[arg-type]
+    assert [(answer.prompt_id, answer.category) for answer in shown] == [("x", "a"), ("z", "b")]
+    assert shown[0].token_texts == ("k", "l", "m") and shown[0].accepted == (False, True, False)
+    assert shown[0].question == "aaaaa" and shown[1].question == "[...] " + "a" * 600
