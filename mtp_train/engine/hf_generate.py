@@ -67,7 +67,8 @@ def generate(
             if slot not in running and waiting:
                 cache.clear(slot)
                 running[slot] = _start(waiting.popleft(), sampling)
-        active = [(slot, sequence, share) for slot, sequence, share in _shares(running, max_prefill_tokens) if share]
+        # By slot: neighbours attend together.
+        active = sorted((entry for entry in _shares(running, max_prefill_tokens) if entry[2]), key=lambda entry: entry[0])
         slots, counts = [slot for slot, _, _ in active], [share for _, _, share in active]
         context = RaggedAttention(cache=cache, slots=slots, counts=counts)
         token_ids = [token for _, sequence, share in active for token in sequence.pending[:share]]

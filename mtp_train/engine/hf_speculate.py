@@ -142,7 +142,8 @@ class Speculation:
     def _forward(self) -> list[_Piece]:
         """The target over what each sequence brings: a piece of its prompt, or its last token and its drafts."""
         shares = share_rows([len(sequence.pending) for sequence in self.running.values()], budget=self.max_prefill_tokens)
-        active = [(slot, sequence, share) for (slot, sequence), share in zip(self.running.items(), shares, strict=True) if share]
+        rows_of = zip(self.running.items(), shares, strict=True)
+        active = sorted(((slot, sequence, share) for (slot, sequence), share in rows_of if share), key=lambda entry: entry[0])
         counts = [share + len(sequence.drafted) for _, sequence, share in active]
         context = RaggedAttention(cache=self.cache, slots=[slot for slot, _, _ in active], counts=counts)
         token_ids = [token for _, sequence, share in active for token in (*sequence.pending[:share], *sequence.drafted)]

@@ -8,6 +8,7 @@ a tree is moving its rows together (``keep``).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -16,6 +17,17 @@ from torch.nn import functional
 FIRST_CAPACITY_TOKENS = 256
 # Rows per sequence that are few: those of decoding, verification and trees, not of prompts.
 _FEW_ROWS = 32
+# Sequences attend together while reading all of them to the longest one's end reads at most this many times what they hold.
+_MOST_PADDING = 2.0
+
+
+class _Group(NamedTuple):
+    """Sequences that attend in one call: entries ``first`` to before ``last`` of ``slots``; ``mask`` is added to the scores
+    (None: torch's own causal form): (rows, keys) of one sequence, or (sequences, 1, rows, keys) of several."""
+
+    first: int
+    last: int
+    mask: torch.Tensor | None
 
 
 class RaggedCache:
@@ -91,7 +103,7 @@ class RaggedAttention:
         cache.reserve(max((start + count for start, count in zip(self.starts, self.counts, strict=True)), default=0))
         self._slot_T: torch.Tensor | None = None
         self._position_T: torch.Tensor | None = None
-        self._masks: dict[int | None, list[torch.Tensor | None]] = {}
+        self._groups: dict[int | None, list[_Group]] = {}
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """Position in its sequence of each new row where rows follow one another, int64 (T,)."""
@@ -112,13 +124,22 @@ class RaggedAttention:
         keys, values = self.cache.layer(layer_index, k_NTH, v_NTH)
         self._write(keys, values, k_NTH, v_NTH)
         outs = []
-        first = 0
-        masks = self._masks_within(window, q_NTH, heads_per_key=q_NTH.shape[0] // k_NTH.shape[0])
-        for slot, start, count, mask in zip(self.slots, self.starts, self.counts, masks, strict=True):
-            last, end = first + count, start + count
-            outs.append(_attend_one(q_NTH[:, first:last], keys[slot, :, :end], values[slot, :, :end], mask, scale))
-            first = last
+        row = 0
+        for group in self._groups_within(window, q_NTH, heads_per_key=q_NTH.shape[0] // k_NTH.shape[0]):
+            slot, rows = self.slots[group.first], sum(self.counts[group.first : group.last])
+            end = max(start + count for start, count in self._spans(group.first, group.last))
+            mine_NRH = q_NTH[:, row : row + rows]
+            row += rows
+            if group.last == group.first + 1:
+                outs.append(_attend_one(mine_NRH, keys[slot, :, :end], values[slot, :, :end], group.mask, scale))
+            else:
+                assert group.mask is not None
+                several = slice(slot, slot + group.last - group.first)
+                outs.append(_attend_several(mine_NRH, keys[several, :, :end], values[several, :, :end], group.mask, scale))
         return torch.cat(outs, dim=1)
+
+    def _spans(self, first: int, last: int) -> list[tuple[int, int]]:
+        return list(zip(self.starts[first:last], self.counts[first:last], strict=True))
 
     def _write(self, keys: torch.Tensor, values: torch.Tensor, k_NTH: torch.Tensor, v_NTH: torch.Tensor) -> None:
         """Put the new rows behind what their slots hold: for many slots with few rows by one indexed copy, which costs
@@ -137,19 +158,51 @@ class RaggedAttention:
         keys[self._slot_T, :, position_T] = k_NTH.transpose(0, 1)
         values[self._slot_T, :, position_T] = v_NTH.transpose(0, 1)
 
-    def _masks_within(self, window: int | None, q_NTH: torch.Tensor, *, heads_per_key: int) -> list[torch.Tensor | None]:
-        """Each slot's mask as what is added to the scores, made once per forward and window: all layers share it. For
-        few rows it is repeated for each query head that shares a key (``_attend_one``)."""
-        if window not in self._masks:
-            masks: list[torch.Tensor | None] = []
-            for start, count, tree in zip(self.starts, self.counts, self.trees, strict=True):
-                sees = _mask(start, count, tree, window, q_NTH.device)
-                if sees is not None:
-                    added = torch.zeros(sees.shape, dtype=q_NTH.dtype, device=q_NTH.device).masked_fill_(~sees, float("-inf"))
-                    sees = added.repeat(heads_per_key, 1) if count <= _FEW_ROWS else added
-                masks.append(sees)
-            self._masks[window] = masks
-        return self._masks[window]
+    def _groups_within(self, window: int | None, q_NTH: torch.Tensor, *, heads_per_key: int) -> list[_Group]:
+        """Who attends together, and what each may see, made once per forward and window: all layers share it."""
+        if window not in self._groups:
+            self._groups[window] = [
+                _Group(first, last, self._mask_of(first, last, window, q_NTH, heads_per_key=heads_per_key)) for first, last in self._runs()
+            ]
+        return self._groups[window]
+
+    def _runs(self) -> list[tuple[int, int]]:
+        """Stretches of entries whose slots lie behind one another and bring equally few rows, and whose lengths are so
+        alike that one padded call costs less than a call for each (96 short sequences of one row: 4 times less)."""
+        runs: list[tuple[int, int]] = []
+        first = longest = held = 0
+        for index, (slot, start, count) in enumerate(zip(self.slots, self.starts, self.counts, strict=True)):
+            end = start + count
+            joins = (
+                index > first
+                and slot == self.slots[index - 1] + 1
+                and count == self.counts[index - 1] <= _FEW_ROWS
+                and max(longest, end) * (index - first + 1) <= _MOST_PADDING * (held + end)
+            )
+            if not joins:
+                if index > first:
+                    runs.append((first, index))
+                first, longest, held = index, 0, 0
+            longest, held = max(longest, end), held + end
+        if self.slots:
+            runs.append((first, len(self.slots)))
+        return runs
+
+    def _mask_of(self, first: int, last: int, window: int | None, q_NTH: torch.Tensor, *, heads_per_key: int) -> torch.Tensor | None:
+        """A group's mask as what is added to the scores. For few rows it is repeated for each query head that shares a key."""
+        spans, device = self._spans(first, last), q_NTH.device
+        if last == first + 1:
+            start, count = spans[0]
+            sees = _mask(start, count, self.trees[first], window, device)
+        else:
+            count, end = spans[0][1], max(start + count for start, count in spans)
+            sees = _mask_of_several([start for start, _ in spans], count, end, self.trees[first:last], window, device)
+        if sees is None:
+            return None
+        added = torch.zeros(sees.shape, dtype=q_NTH.dtype, device=device).masked_fill_(~sees, float("-inf"))
+        if count <= _FEW_ROWS:
+            added = added.repeat(*[1] * (added.ndim - 2), heads_per_key, 1)
+        return added if added.ndim == 2 else added[:, None]
 
 
 def _attend_one(
@@ -173,6 +226,20 @@ def _attend_one(
     return out.reshape(num_heads, count, -1)
 
 
+def _attend_several(
+    q_NTH: torch.Tensor, keys_SNEH: torch.Tensor, values_SNEH: torch.Tensor, mask_S1RE: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention of S sequences' few rows in one call, keys padded to the longest one's; heads that share a key as in
+    ``_attend_one``."""
+    num_heads, num_rows, size = q_NTH.shape
+    num_seqs, num_kv_heads = keys_SNEH.shape[:2]
+    split = (num_kv_heads, num_heads // num_kv_heads, num_seqs, num_rows // num_seqs, size)
+    q_SNRH = q_NTH.reshape(split).permute(2, 0, 1, 3, 4).reshape(num_seqs, num_kv_heads, -1, size)
+    out_SNRH = functional.scaled_dot_product_attention(q_SNRH, keys_SNEH, values_SNEH, attn_mask=mask_S1RE, scale=scale)
+    out = out_SNRH.reshape(num_seqs, num_kv_heads, split[1], split[3], -1).permute(1, 2, 0, 3, 4)
+    return out.reshape(num_heads, num_rows, -1)
+
+
 def _mask(start: int, count: int, tree: torch.Tensor | None, window: int | None, device: torch.device) -> torch.Tensor | None:
     """Who sees whom, bool (count, start + count); None where torch's own causal form says the same."""
     end = start + count
@@ -188,3 +255,17 @@ def _mask(start: int, count: int, tree: torch.Tensor | None, window: int | None,
         assert window is not None
         sees = sees & (key > row - window)
     return sees
+
+
+def _mask_of_several(
+    starts: Sequence[int], count: int, end: int, trees: Sequence[torch.Tensor | None], window: int | None, device: torch.device
+) -> torch.Tensor:
+    """Who sees whom for sequences of ``count`` new rows each, bool (sequences, count, end)."""
+    start_S11 = torch.tensor(starts, device=device)[:, None, None]
+    row_SR1 = start_S11 + torch.arange(count, device=device)[None, :, None]
+    key_11E = torch.arange(end, device=device)[None, None, :]
+    sees = key_11E <= row_SR1
+    for index, (start, tree) in enumerate(zip(starts, trees, strict=True)):
+        if tree is not None:
+            sees[index, :, start : start + count] = tree.to(device)
+    return sees if window is None else sees & (key_11E > row_SR1 - window)

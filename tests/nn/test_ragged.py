@@ -43,6 +43,32 @@ def test_pieces_of_several_sequences_equal_each_in_one(num_slots: int) -> None:
     assert cache.lengths == [LENGTH] * num_slots
 
 
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("tree", [False, True])
+def test_neighbours_that_attend_together_equal_each_alone(window: int | None, count: int, tree: bool) -> None:
+    """Slots hold 6, 4, 90, 5 and 7 tokens: a pair is always worth it, three with one of 90 are not."""
+    held = [6, 4, 90, 5, 7]
+    sees = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)[:count, :count]
+    trees = [sees, None, None, sees, sees] if tree else None
+    caches = RaggedCache(num_slots=5), RaggedCache(num_slots=5)
+    for slot, length in enumerate(held):
+        for cache in caches:
+            attend(cache, [slot], [(tokens(slot, 4, length), tokens(slot + 10, 2, length), tokens(slot + 20, 2, length))])
+    new = [(tokens(s + 30, 4, count), tokens(s + 40, 2, count), tokens(s + 50, 2, count)) for s in range(5)]
+
+    def run(cache: RaggedCache, slots: list[int]) -> tuple[torch.Tensor, RaggedAttention]:
+        chosen = None if trees is None else [trees[slot] for slot in slots]
+        context = RaggedAttention(cache=cache, slots=slots, counts=[count] * len(slots), trees=chosen)
+        q, k, v = (torch.cat([new[slot][i] for slot in slots], 1) for i in range(3))
+        return context.attend(0, q, k, v, scale=SCALE, window=window), context
+
+    together, context = run(caches[0], list(range(5)))
+    assert context._runs() == [(0, 2), (2, 4), (4, 5)]
+    alone = torch.cat([run(caches[1], [slot])[0] for slot in range(5)], 1)
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+
+
 def test_tokens_taken_back_leave_no_trace() -> None:
     q, k, v = tokens(0, 4), tokens(1, 2), tokens(2, 2)
     cache = RaggedCache(num_slots=1)
