@@ -106,7 +106,8 @@ def main(cfg: DictConfig) -> None:
     from mtp_train.trainer.module import compute_dtype, make_accelerator
     from mtp_train.trainer.probe import PROBE, write_probe
     from mtp_train.trainer.settings import LoopSettings
-    from mtp_train.trainer.state import HeadFile, check_continues
+    from mtp_train.trainer.start import start_from_data
+    from mtp_train.trainer.state import HeadFile, check_continues, complete_steps
 
     train, held_out = _data(cfg, target)
     plan = DataPlan(
@@ -128,6 +129,8 @@ def main(cfg: DictConfig) -> None:
         f"{len(train)} samples of {sum(train.lengths)} tokens ({sum(train.num_loss_tokens)} count), {len(held_out or ())} held out; "
         f"{num_steps} steps of {cfg.packs_per_step} x {cfg.tokens_per_pack} tokens, {plan.fill():.0%} full"
     )
+    if not complete_steps(run.out):
+        start_from_data(head, train, device=accelerator.device)
     trainer = Trainer(
         accelerator=accelerator,
         head=head,

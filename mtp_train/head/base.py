@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -54,6 +54,15 @@ class Head(nn.Module, ABC):
         if not torch.is_autocast_enabled(hidden_MD.device.type):
             lm_head_VD = lm_head_VD.to(hidden_MD.dtype)
         return functional.linear(hidden_MD, lm_head_VD)
+
+    @property
+    def starts_from_data(self) -> bool:
+        """Whether ``start`` is to be called, with the training data, before the first step."""
+        return False
+
+    def start(self, batches: Iterable[Batch]) -> None:
+        """Set from data what has a closed form; no gradients. Heads that have nothing of the kind are never asked."""
+        raise AssertionError(f"{self.word} does not start from data")
 
     @abstractmethod
     def unroll(self, batch: Batch) -> Iterator[DraftStep]:

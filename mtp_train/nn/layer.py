@@ -68,6 +68,23 @@ def layer_parts(config: PreTrainedConfig) -> LayerParts:
     return LayerParts(find("DecoderLayer"), find("RotaryEmbedding"), find("RMSNorm"))
 
 
+def silence_branches(layer: nn.Module) -> None:
+    """Zero what writes into the residual stream, in place, so that the layer begins as the identity: the attention's output
+    projection and the MLP's (every expert's) down projection. Their gradients are not zero, so that they learn from the
+    first step (Goyal et al. 2017, section 5.1, for residual networks).
+
+    Errors: ValueError where the layer has none under these names, which all Llama-shaped ones in transformers share.
+    """
+    written = {name: parameter for name, parameter in layer.named_parameters() if {"o_proj", "down_proj"} & set(name.split("."))}
+    if not all(any(word in name.split(".") for name in written) for word in ("o_proj", "down_proj")):
+        raise ValueError(
+            f"head.init: expected a decoder layer with o_proj and down_proj, found {type(layer).__name__} with {sorted(written)}; "
+            "choose head.init=random"
+        )
+    for parameter in written.values():
+        nn.init.zeros_(parameter)
+
+
 class DecoderLayer(nn.Module):
     """One decoder layer of the target's architecture with its rotary embedding, over tokens on one axis.
 

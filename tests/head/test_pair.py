@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional
 
 from mtp_train.batch.packing import pack
 from mtp_train.head.pair import NORMS, PairHead
@@ -146,7 +147,7 @@ def test_zeroing_the_first_embedding_makes_the_token_read_there_irrelevant(make_
         ({"norms": {**dict.fromkeys(NORMS, True), "extra": True}}, "expected exactly the switches"),
         ({"norms": {**dict.fromkeys(NORMS, True), "output": False}}, "set feedback=false"),
         ({"column_order": "hidden"}, "hidden_embed or embed_hidden"),
-        ({"init": "zeros"}, "random or target_last_layer"),
+        ({"init": "zeros"}, "random.*target_last_layer.*least_squares"),
     ],
 )
 def test_impossible_switches_are_refused(make_head: MakeHead, change: dict[str, object], message: str) -> None:
@@ -163,6 +164,36 @@ def test_a_head_can_start_from_the_targets_last_layer(make_head: MakeHead, tiny_
     for name, tensor in found.items():
         if tensor.ndim >= 2:  # the fixture sets norms to other values
             assert torch.equal(tensor, layer[name].float())
+
+
+@pytest.mark.parametrize("norms", [MIXTURES["all"], MIXTURES["none"]], ids=["all", "none"])
+def test_least_squares_finds_a_linear_target_before_any_step(make_head: MakeHead, norms: dict[str, bool]) -> None:
+    """Hidden states that are a linear map of the pair before them, up to the output norm: fitted on some samples, the head
+    speaks those of others. Its layer's branches are silent and not dead: their gradients are not zero."""
+    head = make_head(norms=norms, init="least_squares")
+    size = head.projection.out_features
+    draw = torch.Generator().manual_seed(5)
+    truth = torch.randn(size, 2 * size, generator=draw) / size**0.5
+
+    def sample(number: int) -> Sample:
+        ids = torch.randint(0, 320, (40,), generator=draw)
+        hidden = [torch.randn(size, generator=draw)]
+        for position in range(39):
+            pair = head._pair(ids[position + 1][None], hidden[-1][None], torch.tensor([position]))
+            hidden.append(head.output_norm(functional.rms_norm(truth @ pair[0], (size,))))
+        return Sample(
+            sample_id=f"linear{number}", token_ids_T=ids, loss_mask_T=torch.ones(40, dtype=torch.bool), hidden_TD=torch.stack(hidden)
+        )
+
+    with torch.no_grad():
+        head.start([pack([sample(number)]) for number in range(60)])
+        unseen = pack([sample(99)])
+    (step,) = itertools.islice(head.unroll(unseen), 1)
+    found, wanted = step.hidden_TD[:38], unseen.hidden_TD[1:39]
+    assert functional.cosine_similarity(found, wanted).min() > 0.98
+    found.square().sum().backward()
+    silent = head.decoder.layer.get_submodule("mlp").get_submodule("down_proj").get_parameter("weight")
+    assert silent.abs().max() == 0 and silent.grad is not None and silent.grad.abs().max() > 0
 
 
 def test_the_same_seed_gives_the_same_head_whatever_was_drawn_before(make_head: MakeHead) -> None:
