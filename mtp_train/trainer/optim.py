@@ -1,21 +1,26 @@
-"""The optimizer and the learning rate's course: AdamW, warm-up, then constant or a cosine, a pure function of the step."""
+"""The optimizer and the learning rate's course: AdamW, or Muon for the matrices; warm-up, then constant or a cosine."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import nn
 
 ScheduleKind = Literal["cosine", "constant"]
+Rule = Literal["adamw", "muon"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """AdamW (Loshchilov and Hutter 2019). ``clip_norm``: the gradient's largest global norm, None for no limit."""
+    """``rule``: ``adamw`` (Loshchilov and Hutter 2019) for all parameters, or ``muon`` (Jordan et al. 2024) for the matrices
+    of the layer and AdamW for the rest; Muon's updates are scaled to AdamW's size (Liu et al. 2025, "Muon is scalable for LLM
+    training", section 2.2), so that one ``lr`` serves both. ``clip_norm``: the gradient's largest global norm, None for no
+    limit."""
 
+    rule: Rule
     lr: float
     beta1: float
     beta2: float
@@ -24,6 +29,8 @@ class OptimizerSettings:
     clip_norm: float | None
 
     def __post_init__(self) -> None:
+        if self.rule not in get_args(Rule):
+            raise ValueError(f"optimizer.rule: expected one of {get_args(Rule)}, found {self.rule!r}")
         if not self.lr > 0:
             raise ValueError(f"optimizer.lr: expected above 0, found {self.lr}")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
@@ -60,9 +67,43 @@ class Schedule:
         return self.min_ratio + (1.0 - self.min_ratio) * 0.5 * (1.0 + math.cos(math.pi * share))
 
 
-def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
-    """AdamW over a model's parameters: weight decay on matrices only, not on norms and biases; one fused kernel."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+class MuonAdamW(torch.optim.Optimizer):
+    """torch's Muon over ``matrices`` and AdamW over ``rest``, as one optimizer with one state."""
+
+    def __init__(self, *, matrices: list[nn.Parameter], rest: list[nn.Parameter], settings: OptimizerSettings) -> None:
+        self._muon = torch.optim.Muon(matrices, lr=settings.lr, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw")
+        self._adamw = _adamw(rest, settings)
+        super().__init__([*matrices, *rest], {})
+        self.param_groups = [*self._muon.param_groups, *self._adamw.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert closure is None, "the loop computes gradients before it steps"
+        # The two work on this optimizer's groups and state, whatever has been put in their place meanwhile (load_state_dict).
+        self._muon.param_groups, self._adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
+        self._muon.state = self._adamw.state = self.state
+        self._muon.step()
+        self._adamw.step()
+
+
+def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """The optimizer over a model's parameters: weight decay on matrices only, not on norms and biases.
+
+    Muon takes what multiplies hidden states inside the layer; a head's own lm_head, whose rows are tokens, stays AdamW's (as
+    Jordan et al. advise), and so do stacked experts, which torch's Muon cannot take.
+    """
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if settings.rule == "adamw":
+        return _adamw(list(named.values()), settings)
+    matrices = [parameter for name, parameter in named.items() if parameter.ndim == 2 and "lm_head" not in name.split(".")]
+    chosen = set(matrices)
+    rest = [parameter for parameter in named.values() if parameter not in chosen]
+    if not matrices or not rest:
+        raise ValueError("optimizer.rule=muon: expected a head with matrices and other parameters, found only one kind; choose adamw")
+    return MuonAdamW(matrices=matrices, rest=rest, settings=settings)
+
+
+def _adamw(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.AdamW:
     groups = [
         {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},

@@ -193,7 +193,7 @@ class Recipe:
                 final=self.final,
                 max_prefetch=2,
             ),
-            optimizer=OptimizerSettings(lr=self.lr, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01, clip_norm=1.0),
+            optimizer=OptimizerSettings(rule="adamw", lr=self.lr, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01, clip_norm=1.0),
             schedule=Schedule(kind="cosine", warmup_steps=self.warmup_steps, min_ratio=0.1),
             out=out,
             head_file=HeadFile(config=head.draft_config(), target={"name": "tiny"}, made_by={"test": True}),

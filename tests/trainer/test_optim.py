@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from mtp_train.trainer.optim import OptimizerSettings, Schedule, build_optimizer
+from mtp_train.trainer.optim import OptimizerSettings, Schedule, build_optimizer, set_lr
 
 
 def test_warm_up_then_half_a_cosine_to_the_last_step() -> None:
@@ -35,7 +35,9 @@ def test_a_warm_up_longer_than_the_run_is_no_error(num_steps: int) -> None:
 def test_weight_decay_shrinks_matrices_and_leaves_norms() -> None:
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.RMSNorm(3))
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer = build_optimizer(model, OptimizerSettings(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.5, clip_norm=None))
+    optimizer = build_optimizer(
+        model, OptimizerSettings(rule="adamw", lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.5, clip_norm=None)
+    )
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -44,9 +46,58 @@ def test_weight_decay_shrinks_matrices_and_leaves_norms() -> None:
     assert torch.equal(norm.detach(), before[1])
 
 
-@pytest.mark.parametrize("change", [{"lr": 0.0}, {"beta1": 1.0}, {"beta2": -0.1}, {"clip_norm": 0.0}])
+MUON = OptimizerSettings(rule="muon", lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, clip_norm=None)
+
+
+class HeadLike(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Linear(6, 4, bias=False)
+        self.norm = nn.RMSNorm(4)
+        self.lm_head = nn.Linear(4, 9, bias=False)
+
+
+def test_muon_steps_matrices_by_their_directions_and_leaves_the_rest_to_adamw() -> None:
+    """One step from a zero state: the matrix moves by 0.2 sqrt(max(rows, columns)) lr in each singular direction of its gradient
+    (0.7 to 1.2 of it after five Newton-Schulz steps), however long the gradient is there; norm and lm_head move by lr."""
+    torch.manual_seed(0)
+    model = HeadLike()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = build_optimizer(model, MUON)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter) * 100
+    optimizer.step()
+    moved = {name: before[name] - parameter.detach() for name, parameter in model.named_parameters()}
+    sizes = torch.linalg.svdvals(moved["matrix.weight"]) / (MUON.lr * 0.2 * 6**0.5)
+    assert sizes.min() > 0.6 and sizes.max() < 1.3
+    for name in ("norm.weight", "lm_head.weight"):
+        torch.testing.assert_close(moved[name].abs(), torch.full_like(moved[name], MUON.lr), rtol=1e-3, atol=0)
+
+
+def test_one_rate_and_one_state_serve_both_halves_of_muon() -> None:
+    model = HeadLike()
+    optimizer = build_optimizer(model, MUON)
+    optimizer.load_state_dict(optimizer.state_dict())  # as accelerate does to any optimizer: other groups, another state
+    set_lr(optimizer, 0.0)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    assert set(optimizer.state) == set(model.parameters())
+
+
+@pytest.mark.parametrize("change", [{"rule": "sgd"}, {"lr": 0.0}, {"beta1": 1.0}, {"beta2": -0.1}, {"clip_norm": 0.0}])
 def test_impossible_optimizers_are_refused(change: dict[str, Any]) -> None:
-    settings: dict[str, Any] = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "clip_norm": None}
+    settings: dict[str, Any] = {
+        "rule": "adamw",
+        "lr": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "clip_norm": None,
+    }
     with pytest.raises(ValueError, match="optimizer"):
         OptimizerSettings(**{**settings, **change})
 

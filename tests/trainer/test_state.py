@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from mtp_train.trainer.optim import OptimizerSettings, build_optimizer
+from mtp_train.trainer.optim import OptimizerSettings, Rule, build_optimizer
 from mtp_train.trainer.state import (
     HeadFile,
     State,
@@ -25,7 +26,7 @@ from mtp_train.trainer.state import (
 HEAD = HeadFile(
     config={"head": "mtp", "method": "mtp", "hidden_state": "post_norm", "settings": {}}, target={"target_name": "t"}, made_by={}
 )
-ADAM = OptimizerSettings(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.5, clip_norm=None)
+ADAM = OptimizerSettings(rule="adamw", lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.5, clip_norm=None)
 
 
 def state(step: int) -> State:
@@ -97,9 +98,10 @@ def named(model: nn.Module) -> dict[nn.Parameter, str]:
     return {parameter: name for name, parameter in model.named_parameters()}
 
 
-def test_an_optimizer_goes_on_from_its_tensors() -> None:
+@pytest.mark.parametrize("rule", ["adamw", "muon"])
+def test_an_optimizer_goes_on_from_its_tensors(rule: Rule) -> None:
     one, two = Two(), Two()
-    first, second = build_optimizer(one, ADAM), build_optimizer(two, ADAM)
+    first, second = (build_optimizer(model, replace(ADAM, rule=rule)) for model in (one, two))
     one.step(first, 1.0)
     two.load_state_dict(one.state_dict())
     load_optimizer_tensors(second, named(two), {key: tensor.clone() for key, tensor in optimizer_tensors(first, named(one)).items()})
