@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mtp_train.runtime import is_main, log
 from mtp_train.stage import OpenTarget, build, call, head_loader, load_word, open_target, plain, stage, start
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from mtp_train.acceptance.report_data import Measurement
+    from mtp_train.decoding.base import Decoding
     from mtp_train.engine.base import Engine, SpeculateRequest
     from mtp_train.engine.measure import Pieces
     from mtp_train.exporter.base import Exporter
@@ -72,64 +73,77 @@ def _loader(target: OpenTarget, engine: Engine) -> Callable[[Path], Head]:
     return load
 
 
-def _draft_of(engine: Engine, checkpoint: Path, target: OpenTarget, served: Path) -> Path:
+def _draft_of(engine: Engine, checkpoint: Path | None, target: OpenTarget, served: Path) -> Path | None:
     """What the engine drafts with: the checkpoint itself for hf; for the rest the head exported for it, in float32, which the
-    engine rounds to its own dtype."""
-    if engine.word == "hf":
+    engine rounds to its own dtype. None without a head."""
+    if engine.word == "hf" or checkpoint is None:
         return checkpoint
     node = load_word("exporter", engine.word) | {"dtype": "float32", "overwrite": True}
     exporter: Exporter = build(node, trust_remote_code=target.trust_remote_code)
     return exporter.export(checkpoint, target.path, served).path
 
 
+class _How(NamedTuple):
+    """What is measured: a head's name and checkpoint (None: a scheme without a head), what the engine loads, the scheme."""
+
+    name: str
+    checkpoint: Path | None
+    draft: Path | None
+    decoding: Decoding
+
+
 def _measure_ways(
-    cfg: DictConfig, *, target: OpenTarget, engine: Engine, pieces: Pieces, draft: Path, prompt_sets: dict[str, list[SpeculateRequest]]
+    cfg: DictConfig, how: _How, *, target: OpenTarget, engine: Engine, pieces: Pieces, prompt_sets: dict[str, list[SpeculateRequest]]
 ) -> list[Measurement]:
-    """Every way on each of its prompt sets, and the estimate beside it."""
+    """Every way on each of its prompt sets, and beside it the estimate, which there is for chains of a head."""
+    from mtp_train.engine.comparison import piece_key
     from mtp_train.engine.measure import decode, estimate_from_answers, speculate_settings
 
     measured: list[Measurement] = []
     for way_name, way in plain(cfg.ways).items():
         settings = speculate_settings(
-            decoding=plain(cfg.decoding), way=way, max_new_tokens=cfg.max_new_tokens, seed=cfg.seed, batch_size=cfg.batch_size
+            decoding=how.decoding, way=way, max_new_tokens=cfg.max_new_tokens, seed=cfg.seed, batch_size=cfg.batch_size
         )
         for set_name in way["prompt_sets"]:
             requests = prompt_sets[set_name]
             stated = [str(settings), way["plain"], [astuple(request) for request in requests]]
-            log(f"evaluate: {cfg.name} on {set_name}, {way_name}, {len(requests)} prompts")
-            where = {"head": cfg.name, "prompt_set": set_name, "requests": requests, "settings": settings}
-            decoded = pieces.get(f"{set_name}.{way_name}", stated, partial(decode, engine=engine, draft=draft, plain=way["plain"], **where))
+            log(f"evaluate: {how.name} on {set_name}, {how.decoding.word}, {way_name}, {len(requests)} prompts")
+            where = {"head": how.name, "prompt_set": set_name, "requests": requests, "settings": settings}
+            key = piece_key(f"{set_name}.{way_name}", how.decoding.word)
+            decoded = pieces.get(key, stated, partial(decode, engine=engine, draft=how.draft, plain=way["plain"], **where))
             measured.append(decoded)
-            if way["estimate"]:
+            if way["estimate"] and how.decoding.word == "chain" and how.checkpoint is not None:
                 stated.append([prompt.token_ids for prompt in decoded.acceptance.prompts])
                 walk = partial(
                     estimate_from_answers,
                     engine=engine,
-                    draft=Path(cfg.checkpoint),
+                    draft=how.checkpoint,
                     answers=decoded.acceptance,
                     load=_loader(target, engine),
                     **where,
                 )
-                measured.append(pieces.get(f"{set_name}.{way_name}.estimate", stated, walk))
+                measured.append(pieces.get(f"{key}.estimate", stated, walk))
     return measured
 
 
-def _measure_identity(cfg: DictConfig, *, target: OpenTarget, pieces: Pieces, draft: Path, requests: list[SpeculateRequest]) -> Measurement:
+def _measure_identity(cfg: DictConfig, how: _How, *, target: OpenTarget, pieces: Pieces, requests: list[SpeculateRequest]) -> Measurement:
     """In float32: does greedy speculation write what plain greedy decoding writes."""
+    from mtp_train.engine.comparison import piece_key
     from mtp_train.engine.measure import prove_identity, speculate_settings
 
     greedy = {"temperature": 0.0, "top_p": 1.0, "draft_sampling": "greedy"}
     settings = speculate_settings(
-        decoding=plain(cfg.decoding), way=greedy, max_new_tokens=cfg.identity.max_new_tokens, seed=cfg.seed, batch_size=cfg.batch_size
+        decoding=how.decoding, way=greedy, max_new_tokens=cfg.identity.max_new_tokens, seed=cfg.seed, batch_size=cfg.batch_size
     )
-    log(f"evaluate: {cfg.name}, float32: is speculation plain greedy decoding, on {len(requests)} prompts")
+    log(f"evaluate: {how.name}, {how.decoding.word}, float32: is speculation plain greedy decoding, on {len(requests)} prompts")
 
     def prove() -> Measurement:
         exact = _engine(cfg, target, dtype="float32")
-        where = {"head": cfg.name, "prompt_set": cfg.identity.prompt_set}
-        return prove_identity(**where, engine=exact, requests=requests, draft=draft, settings=settings)
+        where = {"head": how.name, "prompt_set": cfg.identity.prompt_set}
+        return prove_identity(**where, engine=exact, requests=requests, draft=how.draft, settings=settings)
 
-    return pieces.get("identity", [str(settings), [astuple(request) for request in requests]], prove)
+    stated = [str(settings), [astuple(request) for request in requests]]
+    return pieces.get(piece_key("identity", how.decoding.word), stated, prove)
 
 
 @stage("evaluate")
@@ -137,33 +151,37 @@ def main(cfg: DictConfig) -> None:
     if not is_main():  # one process decodes; an engine may use several devices of its own
         return
     from mtp_train.checkpoint import read_head_config
-    from mtp_train.engine.comparison import check_target, collect, marked_answers, write_head
+    from mtp_train.engine.comparison import check_target, collect, marked_answers, piece_key, write_head
 
-    checkpoint = Path(cfg.checkpoint)
-    head = read_head_config(checkpoint)
+    decoding: Decoding = build(cfg.decoding)
+    # A scheme without a head stands in the report under its own word.
+    checkpoint, name = (Path(cfg.checkpoint), cfg.name) if decoding.needs_head else (None, decoding.word)
+    weights = None if checkpoint is None else read_head_config(checkpoint)["weights_sha256"]
     target = open_target(cfg.target)
     prompt_sets = _prompt_sets(cfg, target)
     check_target(Path(cfg.out), target.identity())
-    run = start(cfg, stage_name=f"evaluate.{cfg.name}")
+    run = start(cfg, stage_name=f"evaluate.{piece_key(name, decoding.word)}")
 
     from mtp_train.acceptance.report import print_summary, write_report
     from mtp_train.acceptance.report_data import FORMAT_VERSION
     from mtp_train.engine.measure import Pieces
 
     engine = _engine(cfg, target)
-    depends_on = {"head": head["weights_sha256"], "target": target.identity(), "engine": plain(cfg.engine), "version": engine.version}
-    pieces = Pieces(folder=run.out / "pieces" / cfg.name, identity=depends_on | {"format": FORMAT_VERSION})
+    depends_on = {"head": weights, "target": target.identity(), "engine": plain(cfg.engine), "version": engine.version}
+    pieces = Pieces(folder=run.out / "pieces" / name, identity=depends_on | {"format": FORMAT_VERSION})
     draft = _draft_of(engine, checkpoint, target, pieces.folder / "served")
-    measured = _measure_ways(cfg, target=target, engine=engine, pieces=pieces, draft=draft, prompt_sets=prompt_sets)
+    how = _How(name=name, checkpoint=checkpoint, draft=draft, decoding=decoding)
+    measured = _measure_ways(cfg, how, target=target, engine=engine, pieces=pieces, prompt_sets=prompt_sets)
     if cfg.identity.num_prompts != 0:
         requests = prompt_sets[cfg.identity.prompt_set][: cfg.identity.num_prompts]
-        measured.append(_measure_identity(cfg, target=target, pieces=pieces, draft=draft, requests=requests))
+        measured.append(_measure_identity(cfg, how, target=target, pieces=pieces, requests=requests))
     write_head(
         pieces.folder,
-        name=cfg.name,
+        name=name,
         checkpoint=checkpoint,
+        decoding=decoding,
         measured=measured,
-        answers=marked_answers(cfg.name, measured[0], prompt_sets[measured[0].prompt_set], target.template, num_shown=cfg.num_shown),
+        answers=marked_answers(name, measured[0], prompt_sets[measured[0].prompt_set], target.template, num_shown=cfg.num_shown),
         target=target.identity(),
         provenance={"settings": run.settings, "machine": run.provenance, "engine": engine.describe()},
     )

@@ -228,8 +228,11 @@ class PromptAcceptance:
 class Acceptance:
     """Acceptance over a prompt set, with all that must be said beside the number (DESIGN.md, Words).
 
-    ``scheme`` is ``chain`` or ``tree``; ``draft_sampling`` is ``greedy`` (the draft's argmax, q one-hot) or
-    ``probabilistic`` (drawn from q); ``measured_by`` names the engine, or ``estimate`` for the walk over the cache.
+    ``scheme`` is ``chain`` or ``tree``, ``decoding`` the word of ``conf/decoding`` that proposed the drafts. Positions of a tree
+    are its depths: ``num_speculative_tokens`` is the longest path, ``num_nodes`` the drafted tokens that one verification
+    judges at the most (None: a chain, of as many as it has positions). ``draft_sampling`` is ``greedy`` (the draft's most
+    probable tokens, or others chosen by a rule; q one-hot) or ``probabilistic`` (drawn from q); ``measured_by`` names the
+    engine, or ``estimate`` for the walk over the cache.
     """
 
     prompts: tuple[PromptAcceptance, ...]
@@ -240,6 +243,8 @@ class Acceptance:
     measured_by: str
     engine_version: str
     dtype: str
+    decoding: str = "chain"
+    num_nodes: int | None = None
     wall_s: float | None = None
     notes: dict[str, Any] = field(default_factory=dict)
 

@@ -173,10 +173,9 @@ def test_a_word_is_one_spelling(group: str, word: str) -> None:
 
     A long test may be parted: ``test_hf_generate.py`` and ``test_hf_prefill.py`` are tests of ``hf``.
     """
-    key, expected = ("scheme", word) if group == "decoding" else ("_target_", f"mtp_train.{group}.{word}.")
-    found = re.search(rf"^{key}: *(\S+)", (ROOT / "conf" / group / f"{word}.yaml").read_text(encoding="utf-8"), re.M)
-    assert found is not None, f"no {key}"
-    assert found[1].startswith(expected), f"{key} is {found[1]}"
+    found = re.search(r"^_target_: *(\S+)", (ROOT / "conf" / group / f"{word}.yaml").read_text(encoding="utf-8"), re.M)
+    assert found is not None, "no _target_"
+    assert found[1].startswith(f"mtp_train.{group}.{word}."), f"_target_ is {found[1]}"
     assert (PACKAGE / group / f"{word}.py").is_file(), f"missing: mtp_train/{group}/{word}.py"
     tests = {_name(path): path for path in sorted((ROOT / "tests" / group).glob("test_*.py"))}
     own = [name for name in tests if re.fullmatch(rf"tests/{group}/test_{word}(_\w+)?\.py", name)]

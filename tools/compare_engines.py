@@ -36,6 +36,7 @@ def run(arguments: argparse.Namespace) -> str:
     import torch
     from omegaconf import OmegaConf
 
+    from mtp_train.decoding.chain import Chain
     from mtp_train.engine.base import Sampling, SpeculateSettings
     from mtp_train.engine.hf import HfEngine
     from mtp_train.engine.measure import requests_of
@@ -55,11 +56,10 @@ def run(arguments: argparse.Namespace) -> str:
     vllm: VllmEngine = build({**load_word("engine", "vllm"), **changed, **own}, **common, load_head=None)
     head = hf.load_head(arguments.checkpoint, hf.target.shared_weights()).to(device=hf.target.device, dtype=getattr(torch, arguments.dtype))
     settings = SpeculateSettings(
-        num_speculative_tokens=arguments.num_speculative_tokens,
+        decoding=Chain(num_speculative_tokens=arguments.num_speculative_tokens, refresh=True),
         draft_sampling=arguments.draft_sampling,
         sampling=Sampling(temperature=arguments.temperature, top_p=1.0, max_new_tokens=arguments.max_new_tokens, seed=0),
         batch_size=arguments.batch_size,
-        refresh=True,
         ignore_eos=False,
     )
     with tempfile.TemporaryDirectory() as folder:

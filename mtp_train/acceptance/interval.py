@@ -48,7 +48,8 @@ def rates_and_length(prompts: Sequence[PromptAcceptance], num_speculative_tokens
 def paired_difference(
     first: Sequence[PromptAcceptance], second: Sequence[PromptAcceptance], num_speculative_tokens: int
 ) -> tuple[list[Interval], Interval]:
-    """First less second, at each position and in acceptance length, over the same prompts drawn together.
+    """First less second, at each position and in acceptance length, over the same prompts drawn together; positions that one of
+    them never drafted count as never accepted there.
 
     Errors: ValueError where the two were not measured on the same prompts.
     """
@@ -73,8 +74,12 @@ def _counts(prompts: Sequence[PromptAcceptance], num_speculative_tokens: int) ->
             f"acceptance: expected at least one draft, found none in {len(prompts)} prompts; the answers are too short to draft for"
         )
     return np.array(
-        [[prompt.num_drafts, *prompt.num_accepted_per_position[:num_speculative_tokens]] for prompt in prompts], dtype=np.float64
+        [[prompt.num_drafts, *_padded(prompt.num_accepted_per_position, num_speculative_tokens)] for prompt in prompts], dtype=np.float64
     ).reshape(len(prompts), 1 + num_speculative_tokens)
+
+
+def _padded(counts: Sequence[int], length: int) -> list[int]:
+    return [*counts[:length], *[0] * (length - len(counts))]
 
 
 def _statistics(sums: NDArray[np.float64]) -> NDArray[np.float64]:

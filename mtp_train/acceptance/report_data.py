@@ -12,7 +12,7 @@ from mtp_train.records import Acceptance
 
 Part = TypeVar("Part")
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ESTIMATE = "estimate"  # Acceptance.measured_by of the walk over the cache
 
 

@@ -9,30 +9,11 @@ from typing import NamedTuple
 
 from mtp_train.acceptance.interval import Interval, paired_difference, rates_and_length
 from mtp_train.acceptance.report_data import Aim, Measurement, PromptSet, ReportData
+from mtp_train.acceptance.report_way import Way, way_of
 from mtp_train.records import Acceptance, PromptAcceptance
 
 # Bounds of context-length bins in prompt tokens: 0..127, 128..511, ...
 CONTEXT_BOUNDS = (0, 128, 512, 1024, 2048, 4096)
-
-
-class Way(NamedTuple):
-    """How tokens were decoded: all that must stand beside an acceptance figure, but the engine."""
-
-    scheme: str
-    num_speculative_tokens: int
-    temperature: float
-    draft_sampling: str
-
-    @property
-    def text(self) -> str:
-        decoding = "greedy decoding (temperature 0)" if self.temperature == 0 else f"sampled at temperature {self.temperature:g}"
-        drafts = "drafts greedy (the draft's argmax)" if self.draft_sampling == "greedy" else "drafts probabilistic (drawn from q)"
-        return f"{self.scheme}, K = {self.num_speculative_tokens}, {decoding}, {drafts}"
-
-
-def way_of(acceptance: Acceptance) -> Way:
-    """The way of decoding that an acceptance was counted under."""
-    return Way(acceptance.scheme, acceptance.num_speculative_tokens, acceptance.temperature, acceptance.draft_sampling)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +42,20 @@ class Figures:
         if self.tokens_per_s is None or self.plain_tokens_per_s is None:
             return None
         return self.tokens_per_s / self.plain_tokens_per_s
+
+    @property
+    def num_passes_without_drafts(self) -> int:
+        """Passes of the target, the prefill left out, in which there was nothing to judge. Each emits one token of the target's own,
+        as does each verification but one that the answer's end cuts."""
+        prompts = self.measurement.acceptance.prompts
+        return sum(p.accepted.count(False) - 1 - (p.num_drafts - (p.accepted[-1] is True)) for p in prompts if p.accepted)
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens per pass of the target, the prefill and its token left out, passes without drafts counted."""
+        prompts = self.measurement.acceptance.prompts
+        num_passes = sum(prompt.num_drafts for prompt in prompts) + self.num_passes_without_drafts
+        return sum(len(prompt.token_ids) - 1 for prompt in prompts) / num_passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +140,7 @@ def summarise(data: ReportData) -> Summary:
                     comparisons=_compare(measured, way),
                 )
             )
+    _compare_schemes(sections)
     return Summary(sections=sections, verdicts=[_judge(aim, sections) for aim in data.aims])
 
 
@@ -174,6 +170,24 @@ def _compare(measured: Sequence[Figures], way: Way) -> list[Comparison]:
         rates, length = paired_difference(prompts[0], prompts[1], way.num_speculative_tokens)
         found.append(Comparison(first=first.head, second=second.head, engine=first.engine, rates=rates, length=length))
     return found
+
+
+def _compare_schemes(sections: Sequence[Section]) -> None:
+    """Hold one head's schemes against each other: each section gets the differences from those before it, at the same temperature."""
+    for before, section in itertools.combinations(sections, 2):
+        same = before.prompt_set == section.prompt_set and before.way.temperature == section.way.temperature
+        if not same or before.way.drafted == section.way.drafted:
+            continue
+        for first, second in itertools.product(section.measured, before.measured):
+            if first.head != second.head or first.engine != second.engine:
+                continue
+            prompts = [side.measurement.acceptance.prompts for side in (first, second)]
+            if {prompt.prompt_id for prompt in prompts[0]} != {prompt.prompt_id for prompt in prompts[1]}:
+                continue
+            positions = max(section.way.num_speculative_tokens, before.way.num_speculative_tokens)
+            rates, length = paired_difference(prompts[0], prompts[1], positions)
+            names = [f"{first.head}, {way.drafted}" for way in (section.way, before.way)]
+            section.comparisons.append(Comparison(first=names[0], second=names[1], engine=first.engine, rates=rates, length=length))
 
 
 def _judge(aim: Aim, sections: Sequence[Section]) -> Verdict:

@@ -30,8 +30,11 @@ def section_table(section: Section) -> Table:
     several = len({figures.head for figures in shown}) < len(shown)
     columns = _distinct([f"{figures.head} · {figures.engine}" if several else figures.head for figures in shown])
     positions = section.way.num_speculative_tokens
-    rows = [Row("rate", f"position {i + 1}", [interval_text(figures.rates[i]) for figures in shown]) for i in range(positions)]
+    place = "position" if section.way.scheme == "chain" else "depth"
+    rows = [Row("rate", f"{place} {i + 1}", [interval_text(figures.rates[i]) for figures in shown]) for i in range(positions)]
     rows.append(Row("length", "acceptance length", [interval_text(figures.length) for figures in shown]))
+    if any(figures.num_passes_without_drafts > 0 for figures in shown):
+        rows.append(Row("length", "tokens per pass, with those without drafts", [f"{figures.tokens_per_pass:.2f}" for figures in shown]))
     if section.measured and section.estimates:
         estimates = [section.estimate_of(figures.head) for figures in shown]
         rows.append(Row("estimate", "estimate, position 1", [NONE if e is None else interval_text(e.rates[0]) for e in estimates]))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from mtp_train.decoding.base import Decoding
 from mtp_train.records import Acceptance, FinishReason, Response, Sample
 
 DraftSampling = Literal["greedy", "probabilistic"]
@@ -71,16 +72,25 @@ class SpeculateRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculateSettings:
-    """How to draft and verify. ``refresh``: after verification the head runs again over the accepted tokens with the
-    target's hidden states (what engines do); False keeps the entries built from its own guesses, to measure the worth.
-    ``ignore_eos`` decodes ``max_new_tokens`` whatever comes."""
+    """How to draft and verify. ``draft_sampling``: whether drafts are the most probable tokens (or chosen by another rule) or
+    drawn from q. ``ignore_eos`` decodes ``max_new_tokens`` whatever comes."""
 
-    num_speculative_tokens: int
+    decoding: Decoding
     draft_sampling: DraftSampling
     sampling: Sampling
     batch_size: int
-    refresh: bool
     ignore_eos: bool
+
+    def __post_init__(self) -> None:
+        if self.draft_sampling == "probabilistic" and not self.decoding.draws:
+            raise ValueError(
+                f"draft_sampling: expected greedy with decoding={self.decoding.word}, whose drafts are not drawn, found probabilistic"
+            )
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Drafted tokens that one verification can accept at the most: K of a chain, the depth of a tree."""
+        return self.decoding.depth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +128,9 @@ class Engine(ABC):
         """Run the target over whole responses and yield each one's hidden states (post-norm) and teacher, in order."""
 
     @abstractmethod
-    def speculate(self, requests: Sequence[SpeculateRequest], draft: Path, settings: SpeculateSettings) -> Acceptance:
-        """Decode with drafts and count what is accepted. ``draft``: a checkpoint for ``hf``, a served folder for the rest."""
+    def speculate(self, requests: Sequence[SpeculateRequest], draft: Path | None, settings: SpeculateSettings) -> Acceptance:
+        """Decode with drafts and count what is accepted. ``draft``: a checkpoint for ``hf``, a served folder for the rest; None
+        for schemes that need no head."""
 
     @abstractmethod
     def baseline(self, requests: Sequence[SpeculateRequest], settings: SpeculateSettings) -> Baseline:

@@ -10,20 +10,27 @@ from pathlib import Path
 from typing import Any
 
 from mtp_train.acceptance.report_data import Aim, MarkedAnswer, Measurement, PromptSet, ReportData, TrainedHead, part_from_json
-from mtp_train.acceptance.report_summary import way_of
+from mtp_train.acceptance.report_way import way_of
 from mtp_train.checkpoint import WEIGHTS, read_head_config
+from mtp_train.decoding.base import Decoding
 from mtp_train.engine.base import SpeculateRequest
 from mtp_train.prompt.template import ChatTemplate
-from mtp_train.runtime import atomic_write_json, read_json
+from mtp_train.runtime import atomic_write_json, log, read_json
 
-_HEAD_FILE = "head.json"
+_HEAD_FILES = ("head.json", "head.*.json")
 _METRICS = "metrics.jsonl"
+_WEIGHTS = "weights sha256"  # the fact of a head that says which one it is
 _STAGES = ("regenerate", "precompute")
 _LABELS = {
     "project": ("held-out prompts", "the project's own held-out prompts in eight categories, and long ones; none near a training prompt"),
     "gsm8k": ("GSM8K", "grade-school mathematics questions (Cobbe et al. 2021)"),
     "humaneval": ("HumanEval", "functions to complete (Chen et al. 2021)"),
 }
+
+
+def piece_key(key: str, decoding: str) -> str:
+    """What is kept under ``key`` for chains, for another scheme beside it."""
+    return key if decoding == "chain" else f"{key}.{decoding}"
 
 
 def marked_answers(
@@ -56,30 +63,57 @@ def write_head(
     folder: Path,
     *,
     name: str,
-    checkpoint: Path,
+    checkpoint: Path | None,
+    decoding: Decoding,
     measured: Sequence[Measurement],
     answers: Sequence[MarkedAnswer],
     target: Mapping[str, str],
     provenance: Mapping[str, Any],
 ) -> None:
-    """Keep all that the report says of one head in ``folder``, written last of its pieces."""
-    config = read_head_config(checkpoint)
-    metrics = _read_metrics(checkpoint / _METRICS)
-    made_by = config["made_by"]
-    head = TrainedHead(
-        name=name,
-        word=config["head"],
-        facts=_facts(config, metrics, num_parameters=_num_parameters(checkpoint)),
-        metrics=tuple(metrics),
-    )
+    """Keep all that the report says of one head with one scheme in ``folder``, written last of its pieces.
+
+    ``checkpoint`` None: a scheme without a head. What was measured with other schemes stays beside it, unless the head's
+    weights are others now.
+    """
+    head, provenance_of_head = _without_head(name, decoding), dict[str, Any]()
+    if checkpoint is not None:
+        config = read_head_config(checkpoint)
+        metrics = _read_metrics(checkpoint / _METRICS)
+        provenance_of_head = {f"train {name}": config["made_by"]}
+        facts = _facts(config, metrics, num_parameters=_num_parameters(checkpoint))
+        head = TrainedHead(name=name, word=config["head"], facts=facts, metrics=tuple(metrics))
     document = {
         "head": asdict(head),
         "measurements": [asdict(item) for item in measured],
         "answers": [asdict(item) for item in answers],
         "target": dict(target),
-        "provenance": {f"train {name}": made_by, f"evaluate {name}": dict(provenance)},
+        "provenance": provenance_of_head | {f"evaluate {piece_key(name, decoding.word)}": dict(provenance)},
     }
-    atomic_write_json(folder / _HEAD_FILE, document)
+    path = folder / (piece_key("head", decoding.word) + ".json")
+    atomic_write_json(path, document)
+    for other, found in _documents(folder):
+        if other != path and found["head"]["facts"].get(_WEIGHTS) != head.facts.get(_WEIGHTS):
+            log(f"evaluate: {other.name} was measured with other weights of {name} and leaves the report; run it again")
+            other.unlink()
+
+
+def _documents(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """What ``write_head`` kept in one head's folder, chains first."""
+    for pattern in _HEAD_FILES:
+        for path in sorted(folder.glob(pattern)):
+            document = read_json(path)
+            if "measurements" in document:  # a piece of a prompt set that is called head has none
+                yield path, document
+
+
+def _of_all_heads(out: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    for folder in sorted((out / "pieces").glob("*")):
+        yield from _documents(folder)
+
+
+def _without_head(name: str, decoding: Decoding) -> TrainedHead:
+    settings = {key: json.dumps(value) for key, value in decoding.stated().items()}
+    return TrainedHead(name=name, word="no head", facts={"trained": "nothing", **settings}, metrics=())
 
 
 def _facts(config: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], *, num_parameters: int) -> dict[str, Any]:
@@ -93,7 +127,7 @@ def _facts(config: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], *, n
         "steps": last.get("step"),
         "tokens trained on": last.get("tokens"),
         "losses": json.dumps(settings.get("losses")),
-        "weights sha256": config["weights_sha256"][:16],
+        _WEIGHTS: config["weights_sha256"][:16],
     }
 
 
@@ -112,8 +146,8 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def check_target(out: Path, target: Mapping[str, str]) -> None:
     """ValueError where ``out`` holds heads measured on another target than this one (an identity as artefacts state it)."""
-    for path in sorted((out / "pieces").glob(f"*/{_HEAD_FILE}")):
-        stated = read_json(path).get("target", target)  # early ones did not state it
+    for path, document in _of_all_heads(out):
+        stated = document.get("target", target)  # early ones did not state it
         differing = [key for key in target if key != "target_name" and stated[key] != target[key]]
         if differing:
             key, head = differing[0], path.parent.name
@@ -125,10 +159,11 @@ def check_target(out: Path, target: Mapping[str, str]) -> None:
 
 def collect(out: Path, *, target: Mapping[str, Any], run_folder: Path, aims: Sequence[Mapping[str, Any]]) -> ReportData:
     """The report of every head whose pieces lie in ``out/pieces``, in the order of their names."""
-    documents = [read_json(path) for path in sorted((out / "pieces").glob(f"*/{_HEAD_FILE}"))]
-    heads = tuple(part_from_json(TrainedHead, document["head"]) for document in documents)
+    documents = [document for _, document in _of_all_heads(out)]
+    by_name = {document["head"]["name"]: document for document in reversed(documents)}  # the first of each: its chains, where measured
+    heads = tuple(part_from_json(TrainedHead, by_name[name]["head"]) for name in dict.fromkeys(d["head"]["name"] for d in documents))
     measurements = tuple(part_from_json(Measurement, item) for document in documents for item in document["measurements"])
-    answers = tuple(part_from_json(MarkedAnswer, item) for document in documents for item in document["answers"])
+    answers = tuple(part_from_json(MarkedAnswer, item) for head in heads for item in by_name[head.name]["answers"])
     names = list(dict.fromkeys(item.prompt_set for item in measurements))
     provenance: dict[str, Any] = {}
     for stage, folder in zip(_STAGES, ("responses", "cache"), strict=True):
@@ -173,6 +208,6 @@ def _stated(item: Measurement) -> dict[str, Any]:
     acceptance = item.acceptance
     return {
         "engine": f"{acceptance.measured_by} ({acceptance.engine_version}, {acceptance.dtype})",
-        **{key: acceptance.notes.get(key) for key in ("max_new_tokens", "top_p", "seed", "refresh", "ignore_eos")},
+        **{key: acceptance.notes.get(key) for key in ("max_new_tokens", "top_p", "seed", "decoding", "ignore_eos")},
         "prompts": [(prompt.prompt_id, prompt.num_prompt_tokens) for prompt in acceptance.prompts],
     }

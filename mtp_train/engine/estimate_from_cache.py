@@ -75,7 +75,7 @@ def estimate(
         measured_by="estimate",
         engine_version=f"torch {torch.__version__}",
         dtype=dtype,
-        notes={"top_p": sampling.top_p, "seed": sampling.seed, "max_new_tokens": sampling.max_new_tokens, "refresh": True},
+        notes={"top_p": sampling.top_p, "seed": sampling.seed, "max_new_tokens": sampling.max_new_tokens},
     )
 
 

@@ -93,13 +93,10 @@ class HfEngine(Engine):
     def prefill(self, responses: Iterable[Response], settings: PrefillSettings) -> Iterator[Sample]:
         return prefill(self.target, responses, settings, max_prefill_tokens=self.max_prefill_tokens)
 
-    def speculate(self, requests: Sequence[SpeculateRequest], draft: Path, settings: SpeculateSettings) -> Acceptance:
-        if self.load_head is None:
-            raise ValueError("engine=hf: expected load_head, which rebuilds a head from its checkpoint, found none; speculate needs it")
-        head = self.load_head(draft, self.target.shared_weights())
-        head = head.to(device=self.target.device, dtype=self.target.model.dtype).eval()
+    def speculate(self, requests: Sequence[SpeculateRequest], draft: Path | None, settings: SpeculateSettings) -> Acceptance:
+        head = self._head(draft) if settings.decoding.needs_head else None
         _check_ids([request.prompt_id for request in requests])
-        margin = settings.sampling.max_new_tokens + settings.num_speculative_tokens + 1
+        margin = settings.sampling.max_new_tokens + settings.decoding.num_rows + 1
         needs = [len(request.token_ids) + margin for request in requests]
         parts: list[Measured] = []
         with progress(desc=f"decode with drafts, {self.dtype}", unit="prompt", total=len(requests)) as bar:
@@ -111,8 +108,10 @@ class HfEngine(Engine):
         measured = merge(parts, order=[request.prompt_id for request in requests])
         return Acceptance(
             prompts=tuple(measured.prompts),
-            scheme="chain",
+            scheme=settings.decoding.shape,
+            decoding=settings.decoding.word,
             num_speculative_tokens=settings.num_speculative_tokens,
+            num_nodes=settings.decoding.num_nodes,
             temperature=settings.sampling.temperature,
             draft_sampling=settings.draft_sampling,
             measured_by=self.word,
@@ -120,17 +119,26 @@ class HfEngine(Engine):
             dtype=self.dtype,
             wall_s=measured.wall_s,
             notes={
-                "refresh": settings.refresh,
+                "decoding": settings.decoding.stated(),
                 "batch_size": settings.batch_size,
                 "top_p": settings.sampling.top_p,
                 "seed": settings.sampling.seed,
                 "max_new_tokens": settings.sampling.max_new_tokens,
                 "ignore_eos": settings.ignore_eos,
                 "num_target_forwards": measured.num_forwards,
+                "num_nodes_judged": measured.num_nodes,
                 "num_drafted_per_position_beyond_end": measured.drafted_beyond_end,
                 "num_accepted_per_position_beyond_end": measured.accepted_beyond_end,
             },
         )
+
+    def _head(self, draft: Path | None) -> Head:
+        if self.load_head is None:
+            raise ValueError("engine=hf: expected load_head, which rebuilds a head from its checkpoint, found none; speculate needs it")
+        if draft is None:
+            raise ValueError("engine=hf: expected the checkpoint of a head, found none; decoding=prompt_lookup and lookahead need none")
+        head = self.load_head(draft, self.target.shared_weights())
+        return head.to(device=self.target.device, dtype=self.target.model.dtype).eval()
 
     def baseline(self, requests: Sequence[SpeculateRequest], settings: SpeculateSettings) -> Baseline:
         _check_ids([request.prompt_id for request in requests])

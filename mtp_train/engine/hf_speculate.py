@@ -1,8 +1,9 @@
-"""Speculative decoding in the open: the target verifies chains of a head for many sequences at once, nothing padded.
+"""Speculative decoding in the open: the target verifies drafts of many sequences at once, chains and trees, nothing padded.
 
-A round is one forward of the target over each sequence's last token and its K drafted tokens (or a piece of a prompt
-that is still being read), the exact rule, and one call of the drafter. As in vLLM every verification has K drafted
-tokens, also where the answer ends before; how those are counted says ``acceptance/tally.py``.
+A round is one forward of the target over each sequence's last token and its drafted tokens (or a piece of a prompt that is
+still being read), the exact rule, and one call of the drafter. Behind a draft that is a tree, the KV cache is brought
+together to the accepted path. Drafts are as long where the answer ends before, as in vLLM; how those are counted says
+``acceptance/tally.py``.
 """
 
 from __future__ import annotations
@@ -15,46 +16,53 @@ from typing import NamedTuple
 
 import torch
 
+from mtp_train.acceptance.draft import Draft, Judged
 from mtp_train.acceptance.tally import Tally, keep
-from mtp_train.acceptance.verify import probabilities, request_generator, uniforms, verify_greedy, verify_sampled
-from mtp_train.decoding.chain import Chain, ChainDrafter, NewBases
+from mtp_train.acceptance.verify import request_generator
+from mtp_train.decoding.base import NewBases
 from mtp_train.engine.base import SpeculateRequest, SpeculateSettings
-from mtp_train.engine.hf_generate import choose, share_rows
+from mtp_train.engine.hf_generate import share_rows
 from mtp_train.engine.hf_model import TargetModel
+from mtp_train.engine.hf_verify import judge
 from mtp_train.head.base import Head
 from mtp_train.nn.ragged import RaggedAttention, RaggedCache
+from mtp_train.nn.tree import Tree
 from mtp_train.records import PromptAcceptance
+
+_NO_DRAFT = Draft(token_ids=[], parents=[])
 
 
 class Measured(NamedTuple):
     """Answers in the order of the requests; ``beyond_end`` are the counts with the tokens beyond answers' ends, as
-    vLLM counts them (drafted, accepted, each per position); ``num_forwards`` the target's."""
+    vLLM counts them (drafted, accepted, each per position); ``num_nodes`` the drafted tokens that were judged in all,
+    ``num_forwards`` the target's."""
 
     prompts: list[PromptAcceptance]
     drafted_beyond_end: list[int]
     accepted_beyond_end: list[int]
+    num_nodes: int
     wall_s: float
     num_forwards: int
 
 
 @dataclass(kw_only=True)
 class _Sequence:
-    """``pending`` are tokens not read by the target: a prompt's rest, or the last token, behind which ``chain`` stands."""
+    """``pending`` are tokens not read by the target: a prompt's rest, or the last token, behind which ``draft`` stands."""
 
     request: SpeculateRequest
     generator: torch.Generator
     tally: Tally
     pending: list[int]
     new_tokens: list[int] = field(default_factory=list)
-    chain: Chain | None = None
+    draft: Draft | None = None
 
     @property
-    def drafted(self) -> list[int]:
-        return [] if self.chain is None else self.chain.token_ids
+    def drafted(self) -> Draft:
+        return _NO_DRAFT if self.draft is None else self.draft
 
 
 class _Piece(NamedTuple):
-    """One sequence's part of a round: its rows of hidden states, and what of them is settled for the head."""
+    """One sequence's part of a round: its rows of hidden states, those of its ``share`` pending tokens and of its draft."""
 
     slot: int
     sequence: _Sequence
@@ -69,29 +77,30 @@ def merge(parts: Sequence[Measured], *, order: Sequence[str]) -> Measured:
         prompts=[prompts[prompt_id] for prompt_id in order],
         drafted_beyond_end=[sum(counts) for counts in zip(*(part.drafted_beyond_end for part in parts), strict=True)],
         accepted_beyond_end=[sum(counts) for counts in zip(*(part.accepted_beyond_end for part in parts), strict=True)],
+        num_nodes=sum(part.num_nodes for part in parts),
         wall_s=sum(part.wall_s for part in parts),
         num_forwards=sum(part.num_forwards for part in parts),
     )
 
 
 class Speculation:
-    """One run over a set of requests."""
+    """One run over a set of requests. ``head`` is None for schemes that need none."""
 
-    def __init__(self, *, target: TargetModel, head: Head, settings: SpeculateSettings, max_prefill_tokens: int, num_slots: int) -> None:
+    def __init__(
+        self, *, target: TargetModel, head: Head | None, settings: SpeculateSettings, max_prefill_tokens: int, num_slots: int
+    ) -> None:
         self.target, self.settings, self.max_prefill_tokens = target, settings, max_prefill_tokens
         self.sampling = settings.sampling
         self.stop_ids = frozenset() if settings.ignore_eos else target.stop_ids
         self.cache = RaggedCache(num_slots=num_slots)
-        self.drafter = ChainDrafter(
+        self.drafter = settings.decoding.drafter(
             head=head,
             num_slots=num_slots,
-            num_speculative_tokens=settings.num_speculative_tokens,
             temperature=self.sampling.temperature if settings.draft_sampling == "probabilistic" else 0.0,
             top_p=self.sampling.top_p,
-            refresh=settings.refresh,
         )
         self.running: dict[int, _Sequence] = {}
-        self.num_forwards = 0
+        self.num_forwards = self.num_nodes = 0
         self.drafted_all = [0] * settings.num_speculative_tokens
         self.accepted_all = [0] * settings.num_speculative_tokens
 
@@ -109,20 +118,21 @@ class Speculation:
             reading = [piece for piece in pieces if len(piece.sequence.pending) > piece.share]
             writing = [piece for piece in pieces if len(piece.sequence.pending) == piece.share]
             new = [self._read(piece) for piece in reading]
-            for piece, verified in zip(writing, self._verify(writing), strict=True):
-                bases = self._write(piece, *verified)
+            for piece, judged, observed in zip(writing, self._verify(writing), self._observe(writing), strict=True):
+                bases = self._write(piece, judged, observed)
                 if bases is None:
                     done[piece.sequence.request.prompt_id] = self._finish(piece.slot)
                     on_answer()
                 else:
                     new.append(bases)
             if new:
-                for bases, chain in zip(new, self.drafter.propose(new), strict=True):
-                    self.running[bases.slot].chain = chain
+                for bases, draft in zip(new, self.drafter.propose(new), strict=True):
+                    self.running[bases.slot].draft = draft
         return Measured(
             prompts=[done[request.prompt_id] for request in requests],
             drafted_beyond_end=self.drafted_all,
             accepted_beyond_end=self.accepted_all,
+            num_nodes=self.num_nodes,
             wall_s=time.perf_counter() - started,
             num_forwards=self.num_forwards,
         )
@@ -131,7 +141,7 @@ class Speculation:
         if not request.token_ids:
             raise ValueError(f"prompt {request.prompt_id}: expected at least one token to continue, found none")
         self.cache.clear(slot)
-        self.drafter.clear(slot)
+        self.drafter.begin(slot, request.token_ids)
         self.running[slot] = _Sequence(
             request=request,
             generator=request_generator(seed=self.sampling.seed, request_id=request.prompt_id),
@@ -140,13 +150,14 @@ class Speculation:
         )
 
     def _forward(self) -> list[_Piece]:
-        """The target over what each sequence brings: a piece of its prompt, or its last token and its drafts."""
+        """The target over what each sequence brings: a piece of its prompt, or its last token and its draft."""
         shares = share_rows([len(sequence.pending) for sequence in self.running.values()], budget=self.max_prefill_tokens)
         rows_of = zip(self.running.items(), shares, strict=True)
         active = sorted(((slot, sequence, share) for (slot, sequence), share in rows_of if share), key=lambda entry: entry[0])
-        counts = [share + len(sequence.drafted) for _, sequence, share in active]
-        context = RaggedAttention(cache=self.cache, slots=[slot for slot, _, _ in active], counts=counts)
-        token_ids = [token for _, sequence, share in active for token in (*sequence.pending[:share], *sequence.drafted)]
+        counts = [share + len(sequence.drafted.token_ids) for _, sequence, share in active]
+        trees = [_tree(sequence.drafted) for _, sequence, _ in active]
+        context = RaggedAttention(cache=self.cache, slots=[slot for slot, _, _ in active], counts=counts, trees=trees)
+        token_ids = [token for _, sequence, share in active for token in (*sequence.pending[:share], *sequence.drafted.token_ids)]
         device = self.target.device
         hidden_TD = self.target.forward(torch.tensor(token_ids, device=device), context.positions(device), context)
         context.commit()
@@ -161,53 +172,53 @@ class Speculation:
         del sequence.pending[: piece.share]
         return NewBases(slot=piece.slot, token_ids=token_ids, hidden_BD=piece.hidden_RD, drafts=False)
 
-    def _verify(self, writing: Sequence[_Piece]) -> list[tuple[int, int]]:
-        """How many drafts of each are accepted, and the target's own token behind them."""
+    def _verify(self, writing: Sequence[_Piece]) -> list[Judged]:
+        """What of each draft is accepted, and the target's own token behind it."""
         if not writing:
             return []
         drafts = [piece.sequence.drafted for piece in writing]
-        logits_RV = self.target.logits(torch.cat([piece.hidden_RD[piece.share - 1 :] for piece in writing]))
-        generators = [piece.sequence.generator for piece in writing]
-        if self.sampling.temperature == 0:
-            verified = verify_greedy(best_R=choose(logits_RV, generators, temperature=0.0, top_p=1.0), drafts=drafts)
-        else:
-            q_rows = [piece.sequence.chain.q_KV for piece in writing if piece.sequence.chain is not None]
-            one_hot = self.settings.draft_sampling == "greedy"
-            verified = verify_sampled(
-                p_RV=probabilities(logits_RV, temperature=self.sampling.temperature, top_p=self.sampling.top_p),
-                q_QV=None if one_hot else _stack(q_rows, logits_RV.shape[1], logits_RV.device),
-                drafts=drafts,
-                uniform_R=uniforms(generators, [len(tokens) + 1 for tokens in drafts]),
-            )
-        return list(zip(*verified, strict=True))
+        rows = [piece.hidden_RD[piece.share - 1 : piece.share + draft.num_candidates] for piece, draft in zip(writing, drafts, strict=True)]
+        return judge(drafts, self.target.logits(torch.cat(rows)), [piece.sequence.generator for piece in writing], self.sampling)
 
-    def _write(self, piece: _Piece, num_accepted: int, next_token: int) -> NewBases | None:
+    def _observe(self, writing: Sequence[_Piece]) -> list[list[int]]:
+        """The target's argmax behind the nodes that each draft asks for."""
+        asked = [[piece.share + node for node in piece.sequence.drafted.observed] for piece in writing]
+        if not any(asked):
+            return asked
+        hidden = [
+            piece.hidden_RD[torch.tensor(rows, device=self.target.device)] for piece, rows in zip(writing, asked, strict=True) if rows
+        ]
+        best = iter(self.target.logits(torch.cat(hidden)).max(-1).indices.tolist())
+        return [[next(best) for _ in rows] for rows in asked]
+
+    def _write(self, piece: _Piece, judged: Judged, observed: Sequence[int]) -> NewBases | None:
         """Take the verified tokens; returns the bases that they settle, None where the answer ends."""
-        sequence, drafted = piece.sequence, piece.sequence.drafted
-        tokens = [*drafted[:num_accepted], next_token]
+        sequence, draft, path = piece.sequence, piece.sequence.drafted, judged.path
+        tokens = [*(draft.token_ids[node] for node in path), judged.next_token]
         remaining = self.sampling.max_new_tokens - len(sequence.new_tokens)
         num_kept, reason = keep(tokens, remaining=remaining, stop_ids=self.stop_ids)
-        if drafted:
-            room = min(len(drafted), remaining)
-            sequence.tally.verification(num_drafted=room, num_accepted=min(num_accepted, room), num_kept=num_kept)
-            for position in range(len(drafted)):
+        if depth := draft.depth:
+            room = min(depth, remaining)
+            sequence.tally.verification(num_drafted=room, num_accepted=min(len(path), room), num_kept=num_kept)
+            self.num_nodes += draft.num_candidates
+            for position in range(depth):
                 self.drafted_all[position] += 1
-                self.accepted_all[position] += position < num_accepted
+                self.accepted_all[position] += position < len(path)
         else:
             sequence.tally.first_token()
         sequence.new_tokens += tokens[:num_kept]
         if reason is not None:
             return None
-        # Of the rows just run, those of the tokens known before and of the accepted drafts are settled.
-        num_settled = piece.share + num_accepted
-        self.cache.truncate(piece.slot, self.cache.lengths[piece.slot] - (len(drafted) - num_accepted))
-        held = self.drafter.settle(piece.slot, num_accepted) if drafted else 0
+        # Of the rows just run, those of the tokens known before and of the accepted nodes are settled.
+        self.cache.keep(piece.slot, self.cache.lengths[piece.slot] - len(draft.token_ids), path)
+        held = self.drafter.settle(piece.slot, path, observed) if sequence.draft is not None else 0
+        settled = [*range(piece.share), *(piece.share + node for node in path)][held:]
         token_ids = [*sequence.pending[1:], *tokens]
-        sequence.pending, sequence.chain = [next_token], None
+        sequence.pending, sequence.draft = [judged.next_token], None
         return NewBases(
             slot=piece.slot,
             token_ids=token_ids[held:],
-            hidden_BD=piece.hidden_RD[held:num_settled],
+            hidden_BD=piece.hidden_RD[torch.tensor(settled, device=piece.hidden_RD.device)],
             drafts=True,
             generator=sequence.generator,
         )
@@ -223,7 +234,6 @@ class Speculation:
         )
 
 
-def _stack(q_rows: Sequence[torch.Tensor | None], vocabulary: int, device: torch.device) -> torch.Tensor:
-    kept = [q_KV for q_KV in q_rows if q_KV is not None]
-    assert len(kept) == len(q_rows), "probabilistic drafts carry their q"
-    return torch.cat(kept) if kept else torch.zeros((0, vocabulary), device=device)
+def _tree(draft: Draft) -> Tree | None:
+    """The rows of a sequence's last token and of its draft; None where each follows the one before."""
+    return None if draft.is_chain else Tree([-1, *(parent + 1 for parent in draft.parents)])

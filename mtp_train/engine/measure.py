@@ -11,6 +11,7 @@ from typing import Any
 
 from mtp_train.acceptance.identity import compare
 from mtp_train.acceptance.report_data import Measurement, Plain, part_from_json
+from mtp_train.decoding.base import Decoding
 from mtp_train.engine.base import Baseline, Engine, PrefillSettings, Sampling, SpeculateRequest, SpeculateSettings
 from mtp_train.engine.estimate_from_cache import estimate
 from mtp_train.head.base import Head
@@ -73,7 +74,7 @@ def decode(
     prompt_set: str,
     engine: Engine,
     requests: Sequence[SpeculateRequest],
-    draft: Path,
+    draft: Path | None,
     settings: SpeculateSettings,
     plain: bool,
 ) -> Measurement:
@@ -84,7 +85,7 @@ def decode(
 
 
 def prove_identity(
-    *, head: str, prompt_set: str, engine: Engine, requests: Sequence[SpeculateRequest], draft: Path, settings: SpeculateSettings
+    *, head: str, prompt_set: str, engine: Engine, requests: Sequence[SpeculateRequest], draft: Path | None, settings: SpeculateSettings
 ) -> Measurement:
     """Greedy decoding with and without drafts on the same prompts, compared token for token."""
     acceptance = engine.speculate(requests, draft, settings)
@@ -140,17 +141,17 @@ def estimate_from_answers(
     return Measurement(head=head, prompt_set=prompt_set, acceptance=acceptance, plain=None, identity=None)
 
 
-def speculate_settings(
-    *, decoding: dict[str, Any], way: dict[str, Any], max_new_tokens: int, seed: int, batch_size: int
-) -> SpeculateSettings:
-    """The engine's settings from those of the command line."""
-    if decoding["scheme"] != "chain":
-        raise ValueError(f"decoding.scheme: expected chain, found {decoding['scheme']!r}")
+def speculate_settings(*, decoding: Decoding, way: dict[str, Any], max_new_tokens: int, seed: int, batch_size: int) -> SpeculateSettings:
+    """The engine's settings from those of the command line. Where a scheme's drafts cannot be drawn, drawn ones are not asked for,
+    and the log says so."""
+    draft_sampling = way["draft_sampling"]
+    if draft_sampling == "probabilistic" and not decoding.draws:
+        log(f"decoding={decoding.word} chooses its drafts by a rule: draft_sampling is greedy (q one-hot), not probabilistic")
+        draft_sampling = "greedy"
     return SpeculateSettings(
-        num_speculative_tokens=decoding["num_speculative_tokens"],
-        draft_sampling=way["draft_sampling"],
+        decoding=decoding,
+        draft_sampling=draft_sampling,
         sampling=Sampling(temperature=way["temperature"], top_p=way["top_p"], max_new_tokens=max_new_tokens, seed=seed),
         batch_size=batch_size,
-        refresh=decoding["refresh"],
         ignore_eos=False,
     )

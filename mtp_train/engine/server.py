@@ -175,7 +175,7 @@ class ServerEngine(Engine):
     def prefill(self, responses: Iterable[Response], settings: PrefillSettings) -> Iterator[Sample]:
         self._cannot("hand out hidden states")
 
-    def speculate(self, requests: Sequence[SpeculateRequest], draft: Path, settings: SpeculateSettings) -> Acceptance:
+    def speculate(self, requests: Sequence[SpeculateRequest], draft: Path | None, settings: SpeculateSettings) -> Acceptance:
         self._cannot("load a head and count what is accepted")
 
     def baseline(self, requests: Sequence[SpeculateRequest], settings: SpeculateSettings) -> Baseline:

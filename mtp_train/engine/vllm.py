@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mtp_train.acceptance.verify import request_generator
+from mtp_train.decoding.chain import Chain
 from mtp_train.engine.base import (
     Baseline,
     Engine,
@@ -171,7 +172,7 @@ class VllmEngine(Engine):
                 rows = list(read_trace(path))
             return _Decoded(answers, pool.ask({"kind": "counters"})[0], wall_s, rows)
 
-    def speculate(self, requests: Sequence[SpeculateRequest], draft: Path, settings: SpeculateSettings) -> Acceptance:
+    def speculate(self, requests: Sequence[SpeculateRequest], draft: Path | None, settings: SpeculateSettings) -> Acceptance:
         return self._speculate(requests, draft, settings, tap_draft=False)[0]
 
     def trace(self, requests: Sequence[SpeculateRequest], draft: Path, settings: SpeculateSettings) -> tuple[Acceptance, list[DraftRows]]:
@@ -182,11 +183,13 @@ class VllmEngine(Engine):
         return self._speculate(requests, draft, settings, tap_draft=True)
 
     def _speculate(
-        self, requests: Sequence[SpeculateRequest], draft: Path, settings: SpeculateSettings, *, tap_draft: bool
+        self, requests: Sequence[SpeculateRequest], draft: Path | None, settings: SpeculateSettings, *, tap_draft: bool
     ) -> tuple[Acceptance, list[DraftRows]]:
-        if not settings.refresh:
+        if not isinstance(settings.decoding, Chain) or draft is None:
+            raise NotImplementedError(f"engine=vllm drafts chains with a head; decoding={settings.decoding.word} is measured by engine=hf")
+        if not settings.decoding.refresh:
             raise NotImplementedError("engine=vllm always runs the head again over accepted tokens; refresh=false is measured by engine=hf")
-        served = read_served(Path(draft))
+        served = read_served(draft)
         llm = self.settings.speculate_llm(served, settings)
         decoded = self._decode(requests, settings, llm, tap_draft=tap_draft)
         measured = acceptance(

@@ -31,6 +31,7 @@ class Head(nn.Module, ABC):
 
     word: ClassVar[str]  # its name in conf/head, on the command line and in head.json
     method: ClassVar[str]  # the engines' word for how it drafts: mtp, eagle, eagle3, medusa, draft_model
+    reads_hidden: ClassVar[bool] = True  # False: a model of its own, which reads tokens alone, each sequence's first one too
 
     def __init__(self, *, shared: SharedWeights) -> None:
         super().__init__()
@@ -82,3 +83,16 @@ class Head(nn.Module, ABC):
     def draft_config(self) -> dict[str, Any]:
         """All that an engine or exporter needs to rebuild the graph: what ``head.json`` says of the architecture."""
         return {"head": self.word, "method": self.method, "hidden_state": "post_norm", "settings": self.settings()}
+
+
+class ParallelHead(Head):
+    """A head that speaks about the next tokens all at once, from the target's hidden state alone, as Medusa does."""
+
+    @property
+    @abstractmethod
+    def num_ahead(self) -> int:
+        """How many tokens it speaks about at once."""
+
+    @abstractmethod
+    def ahead(self, hidden_BD: torch.Tensor) -> torch.Tensor:
+        """Logits over the target's vocabulary, (``num_ahead``, B, V): at h_i, row k speaks about x_{i+2+k}."""

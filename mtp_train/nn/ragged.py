@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from mtp_train.nn.tree import Tree
+
 # The cache grows by doubling from this many tokens per slot.
 FIRST_CAPACITY_TOKENS = 256
 # Rows per sequence that are few: those of decoding, verification and trees, not of prompts.
@@ -88,29 +90,42 @@ class RaggedCache:
 class RaggedAttention:
     """One forward's attention: ``counts[j]`` new rows for slot ``slots[j]``, each slot at most once.
 
-    A row sees all that its slot held before, and of the new rows those up to itself, or, where ``trees[j]`` is given
-    (bool, counts[j] x counts[j], True = may see), those that the tree lets it see. Call ``commit`` after the forward to
-    count the new rows in.
+    A row sees all that its slot held before, and of the new rows those up to itself. Where ``trees[j]`` is given, the new
+    rows are its last ones, and its earlier ones are the last that the slot holds: a row sees its ancestors in the tree and
+    all that stood before the tree. Call ``commit`` after the forward to count the new rows in.
     """
 
     def __init__(
-        self, *, cache: RaggedCache, slots: Sequence[int], counts: Sequence[int], trees: Sequence[torch.Tensor | None] | None = None
+        self, *, cache: RaggedCache, slots: Sequence[int], counts: Sequence[int], trees: Sequence[Tree | None] | None = None
     ) -> None:
         assert len(slots) == len(counts) == len(set(slots)), (slots, counts)
         self.cache, self.slots, self.counts = cache, list(slots), list(counts)
-        self.trees = [None] * len(self.slots) if trees is None else list(trees)
+        self.trees: list[Tree | None] = [None] * len(self.slots) if trees is None else list(trees)
         self.starts = [cache.lengths[slot] for slot in self.slots]
         cache.reserve(max((start + count for start, count in zip(self.starts, self.counts, strict=True)), default=0))
         self._slot_T: torch.Tensor | None = None
+        self._row_T: torch.Tensor | None = None
         self._position_T: torch.Tensor | None = None
         self._groups: dict[int | None, list[_Group]] = {}
 
     def positions(self, device: torch.device) -> torch.Tensor:
-        """Position in its sequence of each new row where rows follow one another, int64 (T,)."""
+        """Position in its sequence of each new row, int64 (T,): where the row is stored, but for trees, in which rows of one
+        depth have one position."""
+        if all(tree is None for tree in self.trees):
+            return self._rows(device)
         if self._position_T is None or self._position_T.device != device:
-            rows = [range(start, start + count) for start, count in zip(self.starts, self.counts, strict=True)]
-            self._position_T = torch.tensor([row for span in rows for row in span], dtype=torch.int64, device=device)
+            found: list[int] = []
+            for start, count, tree in zip(self.starts, self.counts, self.trees, strict=True):
+                found += range(start, start + count) if tree is None else _tree_positions(start + count, tree)[-count:]
+            self._position_T = torch.tensor(found, dtype=torch.int64, device=device)
         return self._position_T
+
+    def _rows(self, device: torch.device) -> torch.Tensor:
+        """Where each new row is stored in its slot, int64 (T,)."""
+        if self._row_T is None or self._row_T.device != device:
+            rows = [range(start, start + count) for start, count in zip(self.starts, self.counts, strict=True)]
+            self._row_T = torch.tensor([row for span in rows for row in span], dtype=torch.int64, device=device)
+        return self._row_T
 
     def commit(self) -> None:
         """Count the rows of this forward as held."""
@@ -154,9 +169,9 @@ class RaggedAttention:
         if self._slot_T is None:
             rows = [slot for slot, count in zip(self.slots, self.counts, strict=True) for _ in range(count)]
             self._slot_T = torch.tensor(rows, dtype=torch.int64, device=keys.device)
-        position_T = self.positions(keys.device)
-        keys[self._slot_T, :, position_T] = k_NTH.transpose(0, 1)
-        values[self._slot_T, :, position_T] = v_NTH.transpose(0, 1)
+        row_T = self._rows(keys.device)
+        keys[self._slot_T, :, row_T] = k_NTH.transpose(0, 1)
+        values[self._slot_T, :, row_T] = v_NTH.transpose(0, 1)
 
     def _groups_within(self, window: int | None, q_NTH: torch.Tensor, *, heads_per_key: int) -> list[_Group]:
         """Who attends together, and what each may see, made once per forward and window: all layers share it."""
@@ -240,32 +255,44 @@ def _attend_several(
     return out.reshape(num_heads, num_rows, -1)
 
 
-def _mask(start: int, count: int, tree: torch.Tensor | None, window: int | None, device: torch.device) -> torch.Tensor | None:
+def _tree_positions(end: int, tree: Tree) -> list[int]:
+    """Positions of a tree's rows where the last of them is stored at ``end - 1``."""
+    return [end - len(tree) + depth for depth in tree.depth]
+
+
+def _mask(start: int, count: int, tree: Tree | None, window: int | None, device: torch.device) -> torch.Tensor | None:
     """Who sees whom, bool (count, start + count); None where torch's own causal form says the same."""
     end = start + count
     windowed = window is not None and end > window
     if tree is None and not windowed and (start == 0 or count == 1):
         return None
-    row = torch.arange(start, end, device=device)[:, None]
-    key = torch.arange(end, device=device)[None, :]
-    sees = key <= row
+    key = torch.arange(end, device=device)
+    sees = key[None, :] <= key[start:, None]
+    position = key
     if tree is not None:
-        sees[:, start:] = tree.to(device)
+        first = end - len(tree)
+        assert 0 <= first <= start, (start, count, len(tree))
+        sees[:, first:] = tree.sees_MM[-count:].to(device)
+        position = torch.cat([key[:first], torch.tensor(_tree_positions(end, tree), dtype=torch.int64, device=device)])
     if windowed:
         assert window is not None
-        sees = sees & (key > row - window)
+        sees = sees & (position[None, :] > position[start:, None] - window)
     return sees
 
 
 def _mask_of_several(
-    starts: Sequence[int], count: int, end: int, trees: Sequence[torch.Tensor | None], window: int | None, device: torch.device
+    starts: Sequence[int], count: int, end: int, trees: Sequence[Tree | None], window: int | None, device: torch.device
 ) -> torch.Tensor:
     """Who sees whom for sequences of ``count`` new rows each, bool (sequences, count, end)."""
     start_S11 = torch.tensor(starts, device=device)[:, None, None]
     row_SR1 = start_S11 + torch.arange(count, device=device)[None, :, None]
     key_11E = torch.arange(end, device=device)[None, None, :]
     sees = key_11E <= row_SR1
+    if window is not None:
+        sees &= key_11E > row_SR1 - window
     for index, (start, tree) in enumerate(zip(starts, trees, strict=True)):
-        if tree is not None:
-            sees[index, :, start : start + count] = tree.to(device)
-    return sees if window is None else sees & (key_11E > row_SR1 - window)
+        mask = None if tree is None else _mask(start, count, tree, window, device)
+        if mask is not None:
+            sees[index] = False
+            sees[index, :, : start + count] = mask
+    return sees

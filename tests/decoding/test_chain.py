@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtp_train.decoding.chain import ChainDrafter, NewBases
+from mtp_train.decoding.base import NewBases
+from mtp_train.decoding.chain import Chain, ChainDrafter
 from mtp_train.head.mtp import Mtp
 from mtp_train.nn.ragged import RaggedCache
 from mtp_train.records import Batch
@@ -100,7 +101,7 @@ def test_drafts_are_those_of_the_unroll_for_sequences_of_different_lengths(head)
     chains = drafter.propose([_bases(slot, tokens, hidden, 0, len(tokens) - 1) for slot, (tokens, hidden) in enumerate(texts)])
     for chain, (tokens, hidden) in zip(chains, texts, strict=True):
         assert chain.token_ids == _unrolled_drafts(head, tokens, hidden, len(tokens) - 2, 4)
-        assert chain.q_KV is None
+        assert chain.q_PV is None
 
 
 @pytest.mark.parametrize("num_accepted", [0, 1, 2, 3])
@@ -114,11 +115,11 @@ def test_refreshed_cache_equals_one_computed_from_scratch(head, num_accepted):
         drafter.propose([_bases(slot, tokens, hidden, 0, known - 1)])
     while known + num_accepted + 1 < len(tokens):
         for slot in (2, 0):
-            assert drafter.settle(slot, num_accepted) == 0
+            assert drafter.settle(slot, range(num_accepted), ()) == 0
         last = known + num_accepted
         drafter.propose([_bases(slot, tokens, hidden, known - 1, last, drafts=slot == 0) for slot in (2, 0)])
         known = last + 1
-    drafter.settle(0, 0)
+    drafter.settle(0, (), ())
     fresh = _drafter(head)
     fresh.propose([_bases(1, tokens, hidden, 0, known - 1, drafts=False)])
     for slot in (0, 2):
@@ -135,7 +136,7 @@ def test_without_refresh_the_heads_own_entries_of_accepted_tokens_stay(head, num
     (chain,) = drafter.propose([_bases(0, tokens, hidden, 0, 7)])
     before = [part.clone() for part in _held(drafter.cache, 0)]
     assert drafter.cache.lengths[0] == 7 + 2  # the bases, and the own entries of the first two of three drafts
-    held = drafter.settle(0, num_accepted)
+    held = drafter.settle(0, range(num_accepted), ())
     assert held == min(num_accepted, 2) and drafter.cache.lengths[0] == 7 + held
     text = [*tokens[:8], *chain.token_ids[:num_accepted], 5]
     drafter.propose([NewBases(slot=0, token_ids=text[8 + held :], hidden_BD=hidden[7 + held : 8 + num_accepted], drafts=False)])
@@ -158,15 +159,15 @@ def test_drawn_drafts_follow_q(head):
     drafter = _drafter(head, k=2, slots=num, temperature=2.0)
     generators = [torch.Generator().manual_seed(seed) for seed in range(num)]
     chains = drafter.propose([_bases(slot, tokens, hidden, 0, 4, generator=generators[slot]) for slot in range(num)])
-    q = chains[0].q_KV[0].double()
-    assert all(torch.allclose(chain.q_KV[0].double(), q, atol=1e-5) for chain in chains)
+    q = chains[0].q_PV[0].double()
+    assert all(torch.allclose(chain.q_PV[0].double(), q, atol=1e-5) for chain in chains)
     found = torch.bincount(torch.tensor([chain.token_ids[0] for chain in chains]), minlength=V).double() / num
     bound = float((q * (1 - q) / num).sqrt().sum() / 2)
     assert float((found - q).abs().sum() / 2) < bound + 2 / num**0.5
     one, two = [next(chain for chain in chains if chain.token_ids[0] == first) for first in found.topk(2).indices.tolist()]
-    assert not torch.allclose(one.q_KV[1], two.q_KV[1], atol=1e-3)
+    assert not torch.allclose(one.q_PV[1], two.q_PV[1], atol=1e-3)
 
 
-def test_no_draft_tokens_are_refused(head):
+def test_no_draft_tokens_are_refused():
     with pytest.raises(ValueError, match="at least 1, found 0"):
-        _drafter(head, k=0)
+        Chain(num_speculative_tokens=0, refresh=True)

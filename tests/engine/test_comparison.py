@@ -12,11 +12,14 @@ import torch
 
 from mtp_train.acceptance.report_data import Measurement
 from mtp_train.checkpoint import save_head
+from mtp_train.decoding.base import Decoding
+from mtp_train.decoding.chain import Chain
 from mtp_train.engine.base import SpeculateRequest
 from mtp_train.engine.comparison import check_target, collect, marked_answers, write_head
 from mtp_train.records import Acceptance, PromptAcceptance
 
 TARGET = {"target_name": "tiny", "target_fingerprint": "f" * 64, "tokenizer_hash": "t" * 64, "template_hash": "c" * 64}
+CHAIN = Chain(num_speculative_tokens=2, refresh=True)
 
 
 def prompt(name: str, category: str = "a") -> PromptAcceptance:
@@ -48,7 +51,7 @@ def measurement(head: str, *, names: tuple[str, ...] = ("x", "y"), dtype: str = 
     return Measurement(head=head, prompt_set="p", acceptance=acceptance, plain=None, identity=None)
 
 
-def keep(out: Path, name: str, *measured: Measurement, target: dict[str, str] = TARGET) -> None:
+def keep(out: Path, name: str, *measured: Measurement, target: dict[str, str] = TARGET, decoding: Decoding = CHAIN) -> None:
     checkpoint = out.parent / "checkpoint" / name
     save_head(
         checkpoint,
@@ -59,7 +62,14 @@ def keep(out: Path, name: str, *measured: Measurement, target: dict[str, str] = 
     )
     (checkpoint / "metrics.jsonl").write_text('{"split": "train", "step": 1, "tokens": 5}\n\n{"split": "train", "step": 2, "tokens": 10}\n')
     write_head(
-        out / "pieces" / name, name=name, checkpoint=checkpoint, measured=measured, answers=(), target=target, provenance={"engine": name}
+        out / "pieces" / name,
+        name=name,
+        checkpoint=checkpoint,
+        decoding=decoding,
+        measured=measured,
+        answers=(),
+        target=target,
+        provenance={"engine": name},
     )
 
 
@@ -92,7 +102,7 @@ def test_all_heads_of_the_folder_are_in_the_report(tmp_path: Path) -> None:
     [
         ({"max_new_tokens": 9}, "max_new_tokens: one 8; two 9."),
         ({"top_p": 0.9}, "top_p: one None; two 0.9."),
-        ({"refresh": False}, "refresh: one None; two False."),
+        ({"decoding": {"refresh": False}}, "decoding: one None; two {'refresh': False}."),
         ({"dtype": "bfloat16"}, "engine: one hf (1, float32); two hf (1, bfloat16)."),
         ({"names": ("x", "z")}, "prompts: not the same."),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mtp_train.decoding.chain import Chain
 from mtp_train.engine.base import GenerateRequest, PrefillSettings, Sampling, SpeculateRequest, SpeculateSettings
 from mtp_train.engine.estimate_from_cache import estimate
 from mtp_train.records import Response
@@ -43,7 +44,7 @@ def test_greedy_counts_are_those_of_real_decoding(easy_target, make_engine, lean
     prompts = _many(24, seed=0)
     sampling = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=50, seed=0)
     settings = SpeculateSettings(
-        num_speculative_tokens=k, draft_sampling="greedy", sampling=sampling, batch_size=8, refresh=True, ignore_eos=False
+        decoding=Chain(num_speculative_tokens=k, refresh=True), draft_sampling="greedy", sampling=sampling, batch_size=8, ignore_eos=False
     )
     requests = [SpeculateRequest(prompt_id=f"r{index}", category="c", token_ids=prompt) for index, prompt in enumerate(prompts)]
     measured = engine.speculate(requests, Path("unused"), settings)
@@ -70,7 +71,11 @@ def test_sampled_rates_agree_within_their_interval(easy_target, make_engine, lea
     sampling = Sampling(temperature=1.3, top_p=top_p, max_new_tokens=24, seed=0)
     requests = [SpeculateRequest(prompt_id=f"r{index}", category="c", token_ids=prompt) for index, prompt in enumerate(prompts)]
     settings = SpeculateSettings(
-        num_speculative_tokens=3, draft_sampling=draft_sampling, sampling=sampling, batch_size=64, refresh=True, ignore_eos=False
+        decoding=Chain(num_speculative_tokens=3, refresh=True),
+        draft_sampling=draft_sampling,
+        sampling=sampling,
+        batch_size=64,
+        ignore_eos=False,
     )
     measured = engine.speculate(requests, Path("unused"), settings)
     # Answers drawn by plain decoding, with other seeds: independent of the run they are compared with.

@@ -10,6 +10,7 @@ import torch
 
 from mtp_train.acceptance.identity import compare
 from mtp_train.acceptance.verify import expected_distance
+from mtp_train.decoding.chain import Chain
 from mtp_train.engine.base import Sampling, SpeculateRequest, SpeculateSettings
 from mtp_train.head.base import Drafted, Head
 from mtp_train.head.eagle import Eagle
@@ -21,11 +22,10 @@ OFF = dict.fromkeys(ON, False)
 
 def _settings(**changes) -> SpeculateSettings:
     plain = SpeculateSettings(
-        num_speculative_tokens=3,
+        decoding=Chain(num_speculative_tokens=3, refresh=True),
         draft_sampling="greedy",
         sampling=Sampling(temperature=0.0, top_p=1.0, max_new_tokens=40, seed=0),
         batch_size=1,
-        refresh=True,
         ignore_eos=False,
     )
     return dataclasses.replace(plain, **changes)
@@ -104,7 +104,9 @@ def test_greedy_speculation_equals_greedy_decoding(tiny_target, make_engine, pro
         tiny_target,
         load_head=load or (lambda path, shared: Mixed(shared=shared, answers=plain_answers, prompts=by_id, share=70)),
     )
-    found = engine.speculate(requests, Path("unused"), _settings(num_speculative_tokens=k, batch_size=batch_size, refresh=refresh))
+    found = engine.speculate(
+        requests, Path("unused"), _settings(decoding=Chain(num_speculative_tokens=k, refresh=refresh), batch_size=batch_size)
+    )
     assert [prompt.prompt_id for prompt in found.prompts] == [request.prompt_id for request in requests]
     identity = compare(
         prompts=by_id,
@@ -215,7 +217,7 @@ def test_sampled_speculation_keeps_the_targets_distribution(tmp_path, make_engin
         draft_sampling=draft_sampling,
         batch_size=500,
         ignore_eos=True,
-        num_speculative_tokens=2,
+        decoding=Chain(num_speculative_tokens=2, refresh=True),
     )
     found = engine.speculate(requests, Path("unused"), settings)
     texts = torch.tensor([prompt.token_ids for prompt in found.prompts])

@@ -12,18 +12,20 @@ import pytest
 import torch
 
 from mtp_train.acceptance.report_data import Measurement
+from mtp_train.decoding.chain import Chain
+from mtp_train.decoding.prompt_lookup import PromptLookup
 from mtp_train.engine.base import Baseline, SpeculateRequest, SpeculateSettings
 from mtp_train.engine.hf import HfEngine
 from mtp_train.engine.measure import Pieces, decode, estimate_from_answers, prove_identity, requests_of, speculate_settings
 from mtp_train.records import Acceptance, Prompt
 
-CHAIN = {"scheme": "chain", "num_speculative_tokens": 3, "refresh": True}
+CHAIN = Chain(num_speculative_tokens=3, refresh=True)
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "draft_sampling": "greedy"}
 WHERE = {"head": "h", "prompt_set": "p"}
 
 
 def greedy_settings(**changes: Any) -> SpeculateSettings:
-    return speculate_settings(decoding=CHAIN | changes, way=GREEDY, max_new_tokens=30, seed=0, batch_size=4)
+    return speculate_settings(decoding=dataclasses.replace(CHAIN, **changes), way=GREEDY, max_new_tokens=30, seed=0, batch_size=4)
 
 
 @pytest.fixture(scope="module")
@@ -206,10 +208,15 @@ def test_identity_holds_for_the_engine_and_fails_for_a_faulty_one(engine: HfEngi
         assert difference.logit_gap == pytest.approx(engine.logit_gap(requests[0].token_ids + plain[:index])) and not difference.is_tie
 
 
-def test_other_schemes_are_refused() -> None:
+def test_drafts_that_are_not_drawn_are_not_asked_to_be(capsys: pytest.CaptureFixture[str]) -> None:
     assert greedy_settings(num_speculative_tokens=7, refresh=False).num_speculative_tokens == 7
-    with pytest.raises(ValueError, match=r"decoding\.scheme: expected chain, found 'tree'"):
-        greedy_settings(scheme="tree")
+    drawn = {"temperature": 1.0, "top_p": 1.0, "draft_sampling": "probabilistic"}
+    lookup = PromptLookup(num_speculative_tokens=4, max_ngram=3, min_ngram=1)
+    found = speculate_settings(decoding=lookup, way=drawn, max_new_tokens=1, seed=0, batch_size=1)
+    assert found.draft_sampling == "greedy" and "draft_sampling is greedy" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="expected greedy with decoding=prompt_lookup"):
+        dataclasses.replace(found, draft_sampling="probabilistic")
+    assert speculate_settings(decoding=CHAIN, way=drawn, max_new_tokens=1, seed=0, batch_size=1).draft_sampling == "probabilistic"
     with pytest.raises(ValueError, match=r"sampling\.top_p"):
         speculate_settings(decoding=CHAIN, way=GREEDY | {"top_p": 0.0}, max_new_tokens=1, seed=0, batch_size=1)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mtp_train.checkpoint import save_head
+from mtp_train.decoding.chain import Chain
 from mtp_train.engine.base import GenerateRequest, PrefillSettings, Sampling, SpeculateRequest, SpeculateSettings
 from mtp_train.engine.conformance import TOLERANCES, Conformance, compare_drafts, compare_samples
 from mtp_train.engine.estimate_from_cache import estimate
@@ -141,11 +142,10 @@ def response(name: str, token_ids: tuple[int, ...], num_prompt_tokens: int) -> R
 
 def settings(**changes) -> SpeculateSettings:
     plain = SpeculateSettings(
-        num_speculative_tokens=3,
+        decoding=Chain(num_speculative_tokens=3, refresh=True),
         draft_sampling="greedy",
         sampling=Sampling(temperature=0.0, top_p=1.0, max_new_tokens=24, seed=0),
         batch_size=4,
-        refresh=True,
         ignore_eos=False,
     )
     return dataclasses.replace(plain, **changes)
@@ -348,7 +348,7 @@ def test_what_vllm_cannot_do_is_refused(target: Path, hf: HfEngine, tmp_path: Pa
     checkpoint = save_checkpoint(tmp_path / "head", head, target, hf)
     engine = vllm(target)
     with pytest.raises(NotImplementedError, match="engine=hf"):
-        engine.speculate(requests(1), checkpoint, settings(refresh=False))
+        engine.speculate(requests(1), checkpoint, settings(decoding=Chain(num_speculative_tokens=3, refresh=False)))
     with pytest.raises(ValueError, match="exporter=vllm"):
         engine.speculate(requests(1), checkpoint, settings())
     with pytest.raises(ValueError, match="longest sequence"):

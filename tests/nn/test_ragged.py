@@ -7,6 +7,7 @@ import torch
 
 from mtp_train.nn.attention import PackedAttention
 from mtp_train.nn.ragged import FIRST_CAPACITY_TOKENS, RaggedAttention, RaggedCache
+from mtp_train.nn.tree import Tree
 
 SCALE = 0.3
 LENGTH = 12
@@ -49,7 +50,7 @@ def test_pieces_of_several_sequences_equal_each_in_one(num_slots: int) -> None:
 def test_neighbours_that_attend_together_equal_each_alone(window: int | None, count: int, tree: bool) -> None:
     """Slots hold 6, 4, 90, 5 and 7 tokens: a pair is always worth it, three with one of 90 are not."""
     held = [6, 4, 90, 5, 7]
-    sees = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)[:count, :count]
+    sees = Tree([-1, 0, 0][:count])
     trees = [sees, None, None, sees, sees] if tree else None
     caches = RaggedCache(num_slots=5), RaggedCache(num_slots=5)
     for slot, length in enumerate(held):
@@ -84,8 +85,7 @@ def test_a_tree_sees_its_ancestors_and_keeps_one_path() -> None:
     q, k, v = tokens(0, 4), tokens(1, 2), tokens(2, 2)
     cache = RaggedCache(num_slots=1)
     attend(cache, [0], [(q[:, :8], k[:, :8], v[:, :8])])
-    sees = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool)
-    (tree,) = attend(cache, [0], [(q[:, 8:], k[:, 8:], v[:, 8:])], trees=[sees])
+    (tree,) = attend(cache, [0], [(q[:, 8:], k[:, 8:], v[:, 8:])], trees=[Tree([-1, 0, 0, 2])])
     path = [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11]
     chain = whole(q[:, path], k[:, path], v[:, path])
     torch.testing.assert_close(tree[:, [0, 2, 3]], chain[:, 8:], rtol=1e-5, atol=1e-5)
@@ -115,3 +115,32 @@ def test_committing_twice_is_a_fault_of_ours() -> None:
     context.commit()
     with pytest.raises(AssertionError, match="committed twice"):
         context.commit()
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_a_tree_that_grows_over_several_forwards_equals_each_path_as_a_chain(window: int | None, num_slots: int) -> None:
+    """Rows of one depth in one forward, as a head drafts; in a sliding window, positions count and not where rows are stored."""
+    parents, levels = [-1, -1, 0, 0, 1, 2, 4], [(0, 2), (2, 5), (5, 7)]
+    known = 8
+    sequences = [(tokens(3 * s, 4, known + 7), tokens(3 * s + 1, 2, known + 7), tokens(3 * s + 2, 2, known + 7)) for s in range(num_slots)]
+    cache = RaggedCache(num_slots=num_slots)
+    slots = list(range(num_slots))
+    attend(cache, slots, [tuple(x[:, :known] for x in sequence) for sequence in sequences])
+    outs = []
+    for first, last in levels:
+        trees = [Tree(parents[:last])] * num_slots
+        context = RaggedAttention(cache=cache, slots=slots, counts=[last - first] * num_slots, trees=trees)
+        assert context.positions(torch.device("cpu")).tolist() == [known + depth for depth in trees[0].depth[first:]] * num_slots
+        q, k, v = (torch.cat([sequence[i][:, known + first : known + last] for sequence in sequences], 1) for i in range(3))
+        outs.append(context.attend(0, q, k, v, scale=SCALE, window=window).split(last - first, dim=1))
+        context.commit()
+    for slot, sequence in enumerate(sequences):
+        found = torch.cat([out[slot] for out in outs], 1)
+        for node in range(len(parents)):
+            path = [node]
+            while parents[path[0]] >= 0:
+                path.insert(0, parents[path[0]])
+            rows = [*range(known), *(known + row for row in path)]
+            chain = PackedAttention(bounds=(0, len(rows))).attend(0, *(x[:, rows] for x in sequence), scale=SCALE, window=window)
+            torch.testing.assert_close(found[:, node], chain[:, -1], rtol=1e-5, atol=1e-5)

@@ -221,6 +221,7 @@ def test_the_copy_task_is_learned_to_the_end(copy_recipe: Any, tmp_path: Path) -
 def decoded_rates(recipe: Any, checkpoint: Path) -> list[float]:
     """Acceptance per position of a trained head in real speculative decoding, float32, greedy, K = 3."""
     from mtp_train.checkpoint import read_head_tensors
+    from mtp_train.decoding.chain import Chain
     from mtp_train.engine.base import Sampling, SpeculateRequest, SpeculateSettings
     from mtp_train.engine.hf import HfEngine
 
@@ -241,11 +242,10 @@ def decoded_rates(recipe: Any, checkpoint: Path) -> list[float]:
     )
     requests = [SpeculateRequest(prompt_id=str(n), category="copy", token_ids=tuple(range(n, n + 5))) for n in range(8)]
     settings = SpeculateSettings(
-        num_speculative_tokens=3,
+        decoding=Chain(num_speculative_tokens=3, refresh=True),
         draft_sampling="greedy",
         sampling=Sampling(temperature=0.0, top_p=1.0, max_new_tokens=25, seed=0),
         batch_size=4,
-        refresh=True,
         ignore_eos=True,
     )
     return engine.speculate(requests, checkpoint, settings).rate_per_position()
