@@ -6,13 +6,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from mtp_train.acceptance.report_data import ReportData, from_json, to_json
+from mtp_train.acceptance.certificate import Certificate
+from mtp_train.acceptance.report_data import ReportData, from_json, part_from_json, to_json
 from mtp_train.acceptance.report_html import page
-from mtp_train.acceptance.report_markdown import markdown, print_tables
+from mtp_train.acceptance.report_markdown import certificate_markdown, escape, markdown, print_tables
 from mtp_train.acceptance.report_summary import Section, Summary, summarise
 from mtp_train.runtime import atomic_write_json, atomic_write_text, read_json
 
 JSON, MARKDOWN, HTML = "report.json", "report.md", "index.html"
+CERTIFICATE_JSON, CERTIFICATE_MARKDOWN = "certificate.json", "certificate.md"
 
 
 def write_report(data: ReportData, out: Path) -> Path:
@@ -39,6 +41,21 @@ def read_report(out: Path) -> ReportData:
     if not isinstance(document, dict) or "data" not in document:
         raise ValueError(f"{out / JSON}: expected a report that evaluate wrote, found no data in it")
     return from_json(document["data"])
+
+
+def write_certificate(certificate: Certificate, out: Path) -> Path:
+    """Write certificate.json into ``out`` and return its path, and certificate.md beside it. Where ``out`` is a report's folder,
+    ``evaluate`` puts it into the report."""
+    lines = ["# Losslessness certificate", "", escape(certificate.text), "", *certificate_markdown(certificate)]
+    atomic_write_text(out / CERTIFICATE_MARKDOWN, "\n".join(lines) + "\n")
+    atomic_write_json(out / CERTIFICATE_JSON, dataclasses.asdict(certificate))
+    return out / CERTIFICATE_JSON
+
+
+def read_certificate(out: Path) -> Certificate | None:
+    """The certificate that ``write_certificate`` wrote into ``out``; None where there is none."""
+    path = out / CERTIFICATE_JSON
+    return part_from_json(Certificate, read_json(path)) if path.is_file() else None
 
 
 def figures_json(summary: Summary) -> dict[str, Any]:

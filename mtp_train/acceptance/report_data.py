@@ -7,6 +7,7 @@ import types
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from mtp_train.acceptance.certificate import Certificate
 from mtp_train.acceptance.identity import Identity
 from mtp_train.records import Acceptance
 
@@ -109,7 +110,7 @@ class ReportData:
     """All that a report shows. The first prompt set is the one that its headline speaks about.
 
     ``provenance`` maps each stage to what it stated of itself (settings, versions, commit, hashes); ``notes`` are
-    sentences that the reader must know.
+    sentences that the reader must know. ``certificate``: of losslessness, where one was made.
     """
 
     title: str
@@ -121,6 +122,7 @@ class ReportData:
     aims: tuple[Aim, ...]
     provenance: dict[str, Any]
     notes: tuple[str, ...]
+    certificate: Certificate | None = None
     format_version: int = field(default=FORMAT_VERSION)
 
     def __post_init__(self) -> None:

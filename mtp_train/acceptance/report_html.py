@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mtp_train.acceptance.certificate import GREEDY_COLUMNS, SAMPLED_COLUMNS, Certificate, greedy_rows, sampled_rows
 from mtp_train.acceptance.interval import Interval
 from mtp_train.acceptance.plot import NUM_COLOURS, groups_plot, rates_plot, tokens_plot
 from mtp_train.acceptance.report_curves import training_plots
@@ -43,6 +44,7 @@ def page(data: ReportData, summary: Summary) -> str:
         headline=summary.sections[0] if summary.sections else None,
         sections=[_section(section, colours) for section in summary.sections],
         verdicts=summary.verdicts,
+        certificate=_certificate(data.certificate),
         breakdowns=_breakdowns(summary, colours),
         curves=[(title, _markup(svg)) for title, svg in training_plots(data)],
         answers=_answers(data),
@@ -50,6 +52,13 @@ def page(data: ReportData, summary: Summary) -> str:
         short=_short_provenance(data.provenance),
         provenance={stage: json.dumps(value, indent=2, ensure_ascii=False) for stage, value in data.provenance.items()},
     )
+
+
+def _certificate(certificate: Certificate | None) -> dict[str, Any] | None:
+    if certificate is None:
+        return None
+    tables = [(SAMPLED_COLUMNS, sampled_rows(certificate)), (GREEDY_COLUMNS, greedy_rows(certificate))]
+    return {"text": certificate.text, "holds": certificate.holds, "tables": [table for table in tables if table[1]], "about": certificate}
 
 
 def _markup(svg: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+from mtp_train.acceptance.certificate import GREEDY_COLUMNS, SAMPLED_COLUMNS, Certificate, greedy_rows, sampled_rows
 from mtp_train.acceptance.report_data import ReportData
 from mtp_train.acceptance.report_summary import Summary, comparison_text, identity_text
 from mtp_train.acceptance.report_table import engines, estimate_note, section_table
@@ -35,6 +36,8 @@ def markdown(data: ReportData, summary: Summary) -> str:
         lines.append("")
     if summary.verdicts:
         lines += ["## Aims", "", *(f"- {escape(verdict.text)}" for verdict in summary.verdicts), ""]
+    if data.certificate is not None:
+        lines += ["## Losslessness", "", escape(data.certificate.text), "", *certificate_markdown(data.certificate), ""]
     if data.notes:
         lines += ["## Notes", "", *(f"- {escape(note)}" for note in data.notes), ""]
     lines += ["## How to read this", "", *(f"- {text}" for text in LEGEND), ""]
@@ -42,6 +45,27 @@ def markdown(data: ReportData, summary: Summary) -> str:
     fence = "`" * (max((len(run) for run in re.findall("`+", provenance)), default=2) + 1)
     lines += ["## What produced it", "", f"{fence}json", provenance, fence, ""]
     return "\n".join(lines)
+
+
+def certificate_markdown(certificate: Certificate) -> list[str]:
+    """The certificate's tables, and each first difference of greedy texts."""
+    tables = ((SAMPLED_COLUMNS, sampled_rows(certificate)), (GREEDY_COLUMNS, greedy_rows(certificate)))
+    lines = []
+    for columns, rows in tables:
+        if rows:
+            lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+            lines += ["| " + " | ".join(map(escape, row)) + " |" for row in rows]
+            lines.append("")
+    for case in certificate.greedy:
+        for found in case.identity.differences:
+            lines.append(
+                escape(
+                    f"- {case.head}, {case.drafted}, {found.prompt_id}, token {found.index}: plain {found.plain_token}, with drafts "
+                    f"{found.speculated_token}, gap of the target's two best logits {found.logit_gap:.2e}"
+                )
+            )
+    lines.append(escape(f"Target: {certificate.target}. Engine: {certificate.engine}."))
+    return lines
 
 
 LEGEND = (

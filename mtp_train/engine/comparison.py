@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mtp_train.acceptance.report import read_certificate
 from mtp_train.acceptance.report_data import Aim, MarkedAnswer, Measurement, PromptSet, ReportData, TrainedHead, part_from_json
 from mtp_train.acceptance.report_way import way_of
 from mtp_train.checkpoint import WEIGHTS, read_head_config
@@ -185,6 +186,7 @@ def collect(out: Path, *, target: Mapping[str, Any], run_folder: Path, aims: Seq
         aims=tuple(listed),
         provenance=provenance,
         notes=tuple(_unlike(measurements)),
+        certificate=read_certificate(out),
     )
 
 

@@ -2,74 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from mtp_train.decoding.base import NewBases
 from mtp_train.decoding.chain import Chain, ChainDrafter
-from mtp_train.head.mtp import Mtp
-from mtp_train.nn.ragged import RaggedCache
 from mtp_train.records import Batch
-from mtp_train.target.weights import SharedWeights
 
 V, D = 96, 32
-NORMS = ("embed", "hidden", "input", "output", "feedback")
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory) -> Mtp:
-    from transformers import LlamaConfig
-
-    path: Path = tmp_path_factory.mktemp("target")
-    config = LlamaConfig(
-        vocab_size=V,
-        hidden_size=D,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-    )
-    config.save_pretrained(path)
-    generator = torch.Generator().manual_seed(0)
-    shared = SharedWeights(
-        embedding_VD=torch.randn(V, D, generator=generator),
-        lm_head_VD=torch.randn(V, D, generator=generator),
-        final_norm_weight_D=torch.ones(D),
-        rms_norm_eps=1e-5,
-    )
-    return Mtp(
-        target_path=path,
-        shared=shared,
-        norms=dict.fromkeys(NORMS, True),
-        column_order="hidden_embed",
-        zero_first_embedding=True,
-        init="random",
-        seed=0,
-        trust_remote_code=False,
-    ).eval()
 
 
 def _drafter(head, *, k=3, slots=3, temperature=0.0, refresh=True):
     return ChainDrafter(head=head, num_slots=slots, num_speculative_tokens=k, temperature=temperature, top_p=1.0, refresh=refresh)
-
-
-def _text(length, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(V, (length,), generator=generator).tolist(), torch.randn(length, D, generator=generator)
-
-
-def _bases(slot, tokens, hidden, first, last, **changes):
-    """Bases first .. last - 1 of a text, each with the token behind it."""
-    return NewBases(slot=slot, token_ids=tokens[first + 1 : last + 1], hidden_BD=hidden[first:last], **{"drafts": True, **changes})
-
-
-def _held(cache: RaggedCache, slot: int):
-    ((keys, values),) = cache._layers.values()
-    return keys[slot, :, : cache.lengths[slot]], values[slot, :, : cache.lengths[slot]]
 
 
 def _unrolled_drafts(head, tokens, hidden, base, k):
@@ -95,10 +39,10 @@ def _unrolled_drafts(head, tokens, hidden, base, k):
 
 
 @torch.inference_mode()
-def test_drafts_are_those_of_the_unroll_for_sequences_of_different_lengths(head):
+def test_drafts_are_those_of_the_unroll_for_sequences_of_different_lengths(head, text_of, bases_of):
     drafter = _drafter(head, k=4)
-    texts = [_text(length, seed) for seed, length in enumerate((9, 2, 30))]
-    chains = drafter.propose([_bases(slot, tokens, hidden, 0, len(tokens) - 1) for slot, (tokens, hidden) in enumerate(texts)])
+    texts = [text_of(length, seed) for seed, length in enumerate((9, 2, 30))]
+    chains = drafter.propose([bases_of(slot, tokens, hidden, 0, len(tokens) - 1) for slot, (tokens, hidden) in enumerate(texts)])
     for chain, (tokens, hidden) in zip(chains, texts, strict=True):
         assert chain.token_ids == _unrolled_drafts(head, tokens, hidden, len(tokens) - 2, 4)
         assert chain.q_PV is None
@@ -106,59 +50,59 @@ def test_drafts_are_those_of_the_unroll_for_sequences_of_different_lengths(head)
 
 @pytest.mark.parametrize("num_accepted", [0, 1, 2, 3])
 @torch.inference_mode()
-def test_refreshed_cache_equals_one_computed_from_scratch(head, num_accepted):
+def test_refreshed_cache_equals_one_computed_from_scratch(head, num_accepted, text_of, bases_of, held_by):
     """Rounds of drafting, rejection and refresh against one pass over the final text with the target's hidden states."""
     drafter = _drafter(head)
-    tokens, hidden = _text(40, 1)
+    tokens, hidden = text_of(40, 1)
     known = 6
     for slot in (0, 2):
-        drafter.propose([_bases(slot, tokens, hidden, 0, known - 1)])
+        drafter.propose([bases_of(slot, tokens, hidden, 0, known - 1)])
     while known + num_accepted + 1 < len(tokens):
         for slot in (2, 0):
             assert drafter.settle(slot, range(num_accepted), ()) == 0
         last = known + num_accepted
-        drafter.propose([_bases(slot, tokens, hidden, known - 1, last, drafts=slot == 0) for slot in (2, 0)])
+        drafter.propose([bases_of(slot, tokens, hidden, known - 1, last, drafts=slot == 0) for slot in (2, 0)])
         known = last + 1
     drafter.settle(0, (), ())
     fresh = _drafter(head)
-    fresh.propose([_bases(1, tokens, hidden, 0, known - 1, drafts=False)])
+    fresh.propose([bases_of(1, tokens, hidden, 0, known - 1, drafts=False)])
     for slot in (0, 2):
         assert drafter.cache.lengths[slot] == known - 1
-        for ours, theirs in zip(_held(drafter.cache, slot), _held(fresh.cache, 1), strict=True):
+        for ours, theirs in zip(held_by(drafter.cache, slot), held_by(fresh.cache, 1), strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("num_accepted", [0, 1, 2, 3])
 @torch.inference_mode()
-def test_without_refresh_the_heads_own_entries_of_accepted_tokens_stay(head, num_accepted):
+def test_without_refresh_the_heads_own_entries_of_accepted_tokens_stay(head, num_accepted, text_of, bases_of, held_by):
     drafter = _drafter(head, refresh=False)
-    tokens, hidden = _text(12, 2)
-    (chain,) = drafter.propose([_bases(0, tokens, hidden, 0, 7)])
-    before = [part.clone() for part in _held(drafter.cache, 0)]
+    tokens, hidden = text_of(12, 2)
+    (chain,) = drafter.propose([bases_of(0, tokens, hidden, 0, 7)])
+    before = [part.clone() for part in held_by(drafter.cache, 0)]
     assert drafter.cache.lengths[0] == 7 + 2  # the bases, and the own entries of the first two of three drafts
     held = drafter.settle(0, range(num_accepted), ())
     assert held == min(num_accepted, 2) and drafter.cache.lengths[0] == 7 + held
     text = [*tokens[:8], *chain.token_ids[:num_accepted], 5]
     drafter.propose([NewBases(slot=0, token_ids=text[8 + held :], hidden_BD=hidden[7 + held : 8 + num_accepted], drafts=False)])
-    after = _held(drafter.cache, 0)
+    after = held_by(drafter.cache, 0)
     assert drafter.cache.lengths[0] == 7 + num_accepted + 1
     for ours, theirs in zip(after, before, strict=True):
         assert torch.equal(ours[:, : 7 + held], theirs[:, : 7 + held])
     fresh = _drafter(head)
     fresh.propose([NewBases(slot=0, token_ids=text[1:], hidden_BD=hidden[: len(text) - 1], drafts=False)])
-    refreshed = _held(fresh.cache, 0)[0]
+    refreshed = held_by(fresh.cache, 0)[0]
     same = (after[0] - refreshed).abs().amax((0, 2)) < 1e-4
     assert same[:7].all() and not same[7 : 7 + held].any()
 
 
 @torch.inference_mode()
-def test_drawn_drafts_follow_q(head):
+def test_drawn_drafts_follow_q(head, text_of, bases_of):
     """Frequencies of the first of two drafts against q, by total variation, and q of the second given the first."""
-    tokens, hidden = _text(5, 3)
+    tokens, hidden = text_of(5, 3)
     num = 4000
     drafter = _drafter(head, k=2, slots=num, temperature=2.0)
     generators = [torch.Generator().manual_seed(seed) for seed in range(num)]
-    chains = drafter.propose([_bases(slot, tokens, hidden, 0, 4, generator=generators[slot]) for slot in range(num)])
+    chains = drafter.propose([bases_of(slot, tokens, hidden, 0, 4, generator=generators[slot]) for slot in range(num)])
     q = chains[0].q_PV[0].double()
     assert all(torch.allclose(chain.q_PV[0].double(), q, atol=1e-5) for chain in chains)
     found = torch.bincount(torch.tensor([chain.token_ids[0] for chain in chains]), minlength=V).double() / num
