@@ -21,9 +21,11 @@ from mtp_train.engine import certificate as drawing
 from mtp_train.engine import hf_verify
 from mtp_train.engine.certificate import Case, SmallTarget, Unfinished, cases, draw_case
 
-# 27 cells: the bias of exact draws is 26 / 5000 = 0.0052 nats.
-VOCABULARY, DRAWS = 3, 2500
+# 27 cells: the bias of exact draws is 26 / 4000 = 0.0065 nats.
+VOCABULARY, DRAWS = 3, 2000
 SHORT = {case.key: case for case in cases([1.0])}
+# Left to the tool: greedy drafts of chains (test_hf_speculate.py has them), and what differs from these in nothing that is judged.
+KEYS = set(SHORT) - {"chain, greedy, 1", "dynamic_tree, greedy, 1", "medusa_tree, greedy, 1"}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def certified(case: SampledCase) -> bool:
     return Certificate(sampled=(case,), greedy=(), engine="hf", target="small", provenance={}).holds
 
 
-@pytest.mark.parametrize("key", SHORT)
+@pytest.mark.parametrize("key", sorted(KEYS))
 def test_sampled_texts_follow_the_targets_joint_law(target: SmallTarget, key: str) -> None:
     found = draw_case(target, SHORT[key], num_draws=DRAWS, seed=0)
     assert certified(found), found
@@ -112,7 +114,7 @@ def test_wrong_rules_fail_it(target: SmallTarget, monkeypatch: pytest.MonkeyPatc
 
 def test_the_walker_of_the_wrong_rules_is_right_without_its_wrong(target: SmallTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_verify, "verify_tree_sampled", wrong_rule("none"))
-    assert certified(draw_case(target, SHORT["eagle_tree, probabilistic, 1"], num_draws=DRAWS, seed=0))
+    assert draw_case(target, SHORT["eagle_tree, probabilistic, 1"], num_draws=DRAWS, seed=0).distances.p_value > 0.001
 
 
 def test_keeping_drawn_nodes_for_what_they_are_fails_it(target: SmallTarget, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +129,7 @@ def test_keeping_drawn_nodes_for_what_they_are_fails_it(target: SmallTarget, mon
     narrow = dataclasses.replace(case, decoding=dataclasses.replace(case.decoding, max_nodes=2, min_confidence=0.0))
     assert certified(draw_case(target, narrow, num_draws=DRAWS, seed=0))
     monkeypatch.setattr(GrowingTree, "best", by_confidence)
-    assert not certified(draw_case(target, narrow, num_draws=DRAWS, seed=0))
+    assert draw_case(target, narrow, num_draws=DRAWS, seed=0).distances.p_value < 1e-6
 
 
 def test_the_joint_law_is_that_of_the_plain_model(target: SmallTarget, plain_model: Any) -> None:
