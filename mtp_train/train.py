@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mtp_train.trainer.data import Subset
     from mtp_train.trainer.measured import MeasuredAcceptance
     from mtp_train.trainer.objective import Objective
+    from mtp_train.trainer.settings import LoopSettings
 
 
 def _open_cache(path: str, target: OpenTarget) -> CacheReader:
@@ -67,6 +68,25 @@ def _objective(cfg: DictConfig) -> Objective:
     return Objective(terms=terms, draft_steps=cfg.draft_steps, decay=cfg.depth_decay, chunk_rows=cfg.chunk_rows)
 
 
+def _loop_settings(cfg: DictConfig, *, num_steps: int) -> LoopSettings:
+    from mtp_train.trainer.settings import LoopSettings
+
+    return LoopSettings(
+        num_steps=num_steps,
+        precision=cfg.precision,
+        noise_scale=cfg.noise_scale,
+        seed=cfg.seed,
+        log_every=cfg.log_every,
+        validate_every=cfg.validation.every,
+        measure_every=cfg.validation.decode.every,
+        save_every=cfg.checkpoint.every,
+        keep_last=cfg.checkpoint.keep_last,
+        best_by=cfg.checkpoint.best_by,
+        final=cfg.checkpoint.final,
+        max_prefetch=cfg.max_prefetch,
+    )
+
+
 def _identity(cfg: DictConfig, head: Head, train: Subset, *, num_steps: int) -> dict[str, Any]:
     """The settings that decide the result: a training is continued under the same ones only."""
     names = ("losses", "draft_steps", "depth_decay", "noise_scale", "precision", "seed", "tokens_per_pack", "packs_per_step", "optimizer")
@@ -105,7 +125,6 @@ def main(cfg: DictConfig) -> None:
     from mtp_train.trainer.loop import Trainer
     from mtp_train.trainer.module import compute_dtype, make_accelerator
     from mtp_train.trainer.probe import PROBE, write_probe
-    from mtp_train.trainer.settings import LoopSettings
     from mtp_train.trainer.start import start_from_data
     from mtp_train.trainer.state import HeadFile, check_continues, complete_steps
 
@@ -138,20 +157,7 @@ def main(cfg: DictConfig) -> None:
         train=train,
         plan=plan,
         validation=held_out,
-        settings=LoopSettings(
-            num_steps=num_steps,
-            precision=cfg.precision,
-            noise_scale=cfg.noise_scale,
-            seed=cfg.seed,
-            log_every=cfg.log_every,
-            validate_every=cfg.validation.every,
-            measure_every=cfg.validation.decode.every,
-            save_every=cfg.checkpoint.every,
-            keep_last=cfg.checkpoint.keep_last,
-            best_by=cfg.checkpoint.best_by,
-            final=cfg.checkpoint.final,
-            max_prefetch=cfg.max_prefetch,
-        ),
+        settings=_loop_settings(cfg, num_steps=num_steps),
         optimizer=build(cfg.optimizer),
         schedule=build(cfg.schedule),
         out=run.out,
