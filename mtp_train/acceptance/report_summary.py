@@ -125,7 +125,7 @@ def summarise(data: ReportData) -> Summary:
     sections: list[Section] = []
     for prompt_set in data.prompt_sets:
         here = [item for item in data.measurements if item.prompt_set == prompt_set.name]
-        for way in sorted({way_of(item.acceptance) for item in here}, key=lambda way: (way.temperature, way)):
+        for way in sorted({way_of(item.acceptance) for item in here}, key=lambda way: (way.temperature, way.decoding != "chain", way)):
             figures = [_figures(item) for item in here if way_of(item.acceptance) == way]
             figures.sort(key=lambda found: order.index(found.head))
             decoded = [found for found in figures if not found.measurement.is_estimate]

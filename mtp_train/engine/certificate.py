@@ -247,6 +247,6 @@ class Unfinished:
             return part_from_json(kind, self.done[key])
         log(f"certificate: {key}")
         made = make()
-        self.done[key] = asdict(made)  # type: ignore[call-overload]
+        self.done[key] = asdict(made)
         atomic_write_json(self.path, {"identity": self.identity, "done": self.done})
         return made

@@ -30,8 +30,8 @@ _LABELS = {
 
 
 def piece_key(key: str, decoding: str) -> str:
-    """What is kept under ``key`` for chains, for another scheme beside it."""
-    return key if decoding == "chain" else f"{key}.{decoding}"
+    """What is kept under ``key`` for chains, for another scheme beside it (which itself is not named twice)."""
+    return key if decoding in ("chain", key) else f"{key}.{decoding}"
 
 
 def marked_answers(

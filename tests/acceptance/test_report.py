@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from mtp_train.acceptance.certificate import Certificate, GreedyCase, SampledCase, distances
 from mtp_train.acceptance.identity import Difference, Identity
 from mtp_train.acceptance.report import print_summary, read_report, write_report
-from mtp_train.acceptance.report_data import MarkedAnswer, ReportData, from_json, to_json
+from mtp_train.acceptance.report_data import MarkedAnswer, Measurement, ReportData, from_json, to_json
 from mtp_train.acceptance.report_summary import by_category, by_context, summarise
 from mtp_train.acceptance.report_table import section_table
+from mtp_train.records import Acceptance, PromptAcceptance
 
 
 class Elements(HTMLParser):
@@ -265,3 +268,82 @@ def test_the_same_twice_stands_in_two_columns(report_data: ReportData, tmp_path:
     columns = section_table(summarise(data).sections[0]).columns
     assert columns[1] == f"{columns[0]} (2)"
     assert columns[1] in write_report(data, tmp_path).read_text(encoding="utf-8")
+
+
+def tree_of(measurement: Measurement, *, rate: float, acceptance_of: Callable[..., Acceptance]) -> Measurement:
+    """The same prompts decoded with a tree of three depths."""
+    counted = acceptance_of(rate=rate, num_prompts=40, temperature=0.0, measured_by="hf", seed=0, depths=3)
+    acceptance = dataclasses.replace(counted, scheme="tree", decoding="dynamic_tree", num_nodes=9)
+    return dataclasses.replace(measurement, acceptance=acceptance, identity=None)
+
+
+def test_a_tree_stands_beside_the_chain_and_is_held_against_it(
+    report_data: ReportData, acceptance_of: Callable[..., Acceptance], tmp_path: Path
+) -> None:
+    chain = dataclasses.replace(report_data.measurements[0], identity=None)
+    tree = tree_of(chain, rate=0.6, acceptance_of=acceptance_of)
+    data = dataclasses.replace(report_data, measurements=(tree, chain), aims=())
+    first, second = summarise(data).sections
+    assert (first.way.decoding, second.way.decoding) == ("chain", "dynamic_tree"), "chains first"
+    assert second.way.text == (
+        "tree (dynamic_tree), depth 3, 9 nodes, greedy decoding (temperature 0), drafts greedy (the draft's most probable tokens)"
+    )
+    assert [row.label for row in section_table(second).rows][:4] == ["depth 1", "depth 2", "depth 3", "acceptance length"]
+    assert first.comparisons == []
+    (comparison,) = second.comparisons
+    assert (comparison.first, comparison.second) == ("mtp, tree (dynamic_tree), depth 3, 9 nodes", "mtp, chain, K = 5")
+    lengths = tree.acceptance.acceptance_length(), chain.acceptance.acceptance_length()
+    assert comparison.length.value == pytest.approx(lengths[0] - lengths[1]) and comparison.length.established
+    assert [rate.value for rate in comparison.rates[3:]] == pytest.approx([-rate for rate in chain.acceptance.rate_per_position()[3:]])
+    html = write_report(data, tmp_path).read_text(encoding="utf-8")
+    assert "tree (dynamic_tree), depth 3, 9 nodes less mtp, chain, K = 5" in html
+    assert read_report(tmp_path) == data
+    figures = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["summary"]["sections"][1]
+    assert figures["way"] | {"temperature": 0.0} == second.way._asdict()
+
+
+def test_passes_without_drafts_are_counted_in(report_data: ReportData) -> None:
+    """Two answers: one whose last verification the answer's end cuts behind an accepted token, one with three plain passes."""
+    cut = PromptAcceptance(
+        prompt_id="a",
+        category="c",
+        num_prompt_tokens=3,
+        token_ids=(1, 2, 3, 4, 5),
+        accepted=(False, True, False, True, True),
+        num_drafts=2,
+        num_drafted_per_position=(2, 2),
+        num_accepted_per_position=(2, 1),
+    )
+    plain = dataclasses.replace(cut, prompt_id="b", accepted=(False, False, False, True, False), num_drafts=1)
+    measurement = report_data.measurements[0]
+    for prompts, without, per_pass in (((cut,), 0, 4 / 2), ((plain,), 2, 4 / 3), ((cut, plain), 2, 8 / 5)):
+        acceptance = dataclasses.replace(measurement.acceptance, prompts=prompts, num_speculative_tokens=2)
+        changed = dataclasses.replace(measurement, acceptance=acceptance, identity=None)
+        (section,) = summarise(dataclasses.replace(report_data, measurements=(changed,), aims=())).sections
+        assert section.measured[0].num_passes_without_drafts == without
+        assert section.measured[0].tokens_per_pass == pytest.approx(per_pass)
+        labels = [row.label for row in section_table(section).rows]
+        assert ("tokens per pass, with those without drafts" in labels) == (without > 0)
+
+
+def test_a_certificate_is_shown(report_data: ReportData, tmp_path: Path, nasty: str) -> None:
+    identity = report_data.measurements[0].identity
+    assert identity is not None
+    sampled = SampledCase(
+        decoding="chain",
+        drafted="chain, K = 2",
+        draft_sampling="probabilistic",
+        temperature=0.7,
+        num_tokens=3,
+        acceptance_length=1.5,
+        distances=distances([510, 490], [0.5, 0.5]),
+    )
+    greedy = GreedyCase(head=nasty, decoding="chain", drafted="chain, K = 2", prompt_set="heldout", identity=identity)
+    certificate = Certificate(sampled=(sampled,), greedy=(greedy,), engine="hf", target=nasty, provenance={})
+    data = dataclasses.replace(report_data, certificate=certificate)
+    html = write_report(data, tmp_path).read_text(encoding="utf-8")
+    text = " ".join("".join(parsed(html).text).split())
+    assert "Losslessness" in text and certificate.text in text and "0.00050" in text
+    assert "<script" not in html
+    assert "39 of 40" in (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert read_report(tmp_path) == data

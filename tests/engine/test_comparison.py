@@ -14,6 +14,8 @@ from mtp_train.acceptance.report_data import Measurement
 from mtp_train.checkpoint import save_head
 from mtp_train.decoding.base import Decoding
 from mtp_train.decoding.chain import Chain
+from mtp_train.decoding.dynamic_tree import DynamicTree
+from mtp_train.decoding.prompt_lookup import PromptLookup
 from mtp_train.engine.base import SpeculateRequest
 from mtp_train.engine.comparison import check_target, collect, marked_answers, write_head
 from mtp_train.records import Acceptance, PromptAcceptance
@@ -51,11 +53,13 @@ def measurement(head: str, *, names: tuple[str, ...] = ("x", "y"), dtype: str = 
     return Measurement(head=head, prompt_set="p", acceptance=acceptance, plain=None, identity=None)
 
 
-def keep(out: Path, name: str, *measured: Measurement, target: dict[str, str] = TARGET, decoding: Decoding = CHAIN) -> None:
+def keep(
+    out: Path, name: str, *measured: Measurement, target: dict[str, str] = TARGET, decoding: Decoding = CHAIN, weight: float = 0.0
+) -> None:
     checkpoint = out.parent / "checkpoint" / name
     save_head(
         checkpoint,
-        {"w": torch.zeros(3, 5), "b": torch.zeros(7)},
+        {"w": torch.full((3, 5), weight), "b": torch.zeros(7)},
         config={"head": "mtp", "method": "mtp", "hidden_state": "post_norm", "settings": {"norms": {"embed": True, "output": False}}},
         target=target,
         made_by={"settings": {"losses": {"topk_kl": 1.0}}},
@@ -149,3 +153,44 @@ def test_answers_are_shown_by_category_with_their_tokens_marked() -> None:
     assert [(answer.prompt_id, answer.category) for answer in shown] == [("x", "a"), ("z", "b")]
     assert shown[0].token_texts == ("k", "l", "m") and shown[0].accepted == (False, True, False)
     assert shown[0].question == "aaaaa" and shown[1].question == "[...] " + "a" * 600
+
+
+def test_one_head_with_several_schemes_stands_in_the_report_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "report"
+    tree = DynamicTree(max_depth=2, width=2, max_nodes=4, min_confidence=0.0, refresh=True)
+    found = measurement("one")
+    as_tree = dataclasses.replace(
+        found, acceptance=dataclasses.replace(found.acceptance, scheme="tree", decoding="dynamic_tree", num_nodes=4)
+    )
+    keep(out, "one", as_tree, decoding=tree)
+    keep(out, "one", found)
+    write_head(
+        out / "pieces" / "prompt_lookup",
+        name="prompt_lookup",
+        checkpoint=None,
+        decoding=PromptLookup(num_speculative_tokens=2, max_ngram=3, min_ngram=1),
+        measured=[measurement("prompt_lookup")],
+        answers=(),
+        target=TARGET,
+        provenance={},
+    )
+    data = collect(out, target={"name": "tiny"}, run_folder=out.parent, aims=[])
+    assert [head.name for head in data.heads] == ["one", "prompt_lookup"]
+    assert data.heads[1].word == "no head" and data.heads[1].facts == {
+        "trained": "nothing",
+        "num_speculative_tokens": "2",
+        "max_ngram": "3",
+        "min_ngram": "1",
+    }
+    assert [(item.head, item.acceptance.scheme) for item in data.measurements] == [
+        ("one", "chain"),
+        ("one", "tree"),
+        ("prompt_lookup", "chain"),
+    ]
+    assert {"evaluate one", "evaluate one.dynamic_tree", "evaluate prompt_lookup"} <= set(data.provenance)
+
+    capsys.readouterr()
+    keep(out, "one", found, weight=1.0)
+    assert "head.dynamic_tree.json was measured with other weights of one and leaves the report" in capsys.readouterr().err
+    data = collect(out, target={"name": "tiny"}, run_folder=out.parent, aims=[])
+    assert [item.acceptance.scheme for item in data.measurements if item.head == "one"] == ["chain"]
