@@ -404,3 +404,31 @@ def test_a_name_cannot_leave_the_run(finished: Run) -> None:
     for stage in ("evaluate", "export"):
         assert "it becomes a folder" in finished.refused(stage, "name=../../escaped", f"checkpoint={finished.folder}/checkpoint/mtp")
     assert not (finished.folder.parent / "escaped").exists() and not (finished.folder / "escaped").exists()
+
+
+def test_schemes_come_into_one_report_beside_the_chain(finished: Run, tmp_path: Path) -> None:
+    """A tree of the head and a scheme without one, through the command line: the same texts, each under its own name."""
+    words = [word for word in finished.words("evaluate") if "num_speculative_tokens" not in word]
+    out = [f"out={tmp_path}/report", "ways.sampled.estimate=false"]
+    schemes = (
+        ["name=mtp"],
+        ["name=mtp", "decoding=dynamic_tree", "decoding.max_depth=3", "decoding.width=2", "decoding.max_nodes=5"],
+        ["decoding=prompt_lookup"],
+    )
+    for scheme in schemes:
+        done = finished.shell.wait(finished.shell.start("mtp_train.evaluate", [*words, *out, *scheme]))
+        assert done.code == 0, done.stderr[-3000:]
+    assert "draft_sampling is greedy (q one-hot), not probabilistic" in done.stderr
+    data = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))["data"]
+    assert [head["name"] for head in data["heads"]] == ["mtp", "prompt_lookup"]
+    texts: dict[tuple[str, str], dict[str, list[int]]] = {}
+    for item in data["measurements"]:
+        acceptance = item["acceptance"]
+        if item["identity"] is not None:
+            assert item["identity"]["differences"] == [] and item["identity"]["num_prompts"] == 20
+        elif acceptance["temperature"] == 0 and acceptance["measured_by"] == "hf":
+            texts[item["head"], acceptance["decoding"]] = {prompt["prompt_id"]: prompt["token_ids"] for prompt in acceptance["prompts"]}
+    assert set(texts) == {("mtp", "chain"), ("mtp", "dynamic_tree"), ("prompt_lookup", "prompt_lookup")}
+    assert len({json.dumps(text, sort_keys=True) for text in texts.values()}) == 1
+    page = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+    assert "tree (dynamic\\_tree), depth 3, 5 nodes less mtp, chain, K = 5" in page
