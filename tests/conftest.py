@@ -68,6 +68,54 @@ def write_tiny_llama(
     return path
 
 
+def write_tiny_deepseek(path: Path, *, seed: int = 0, spread: float = 0.2) -> Path:
+    """A random DeepSeek-V2 in float32 with the parts of V2-Lite: MLA (keys of 24 beside values of 16), YaRN, one dense layer and
+    two of four experts, two of which are chosen beside a shared one."""
+    import torch
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, GenerationConfig
+
+    config = DeepseekV2Config(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        num_attention_heads=4,
+        kv_lora_rank=32,
+        q_lora_rank=None,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        max_position_embeddings=2048,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 512,
+        },
+        tie_word_embeddings=False,
+        initializer_range=spread,
+        bos_token_id=256,
+        eos_token_id=258,
+        pad_token_id=256,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = DeepseekV2ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=258, bos_token_id=256, pad_token_id=256)
+    model.save_pretrained(path)
+    write_tokenizer(path)
+    return path
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests marked ``engine`` or ``gpu`` skip themselves, with the reason, where what they need is not there."""
     if item.get_closest_marker("engine") and importlib.util.find_spec("vllm") is None:
@@ -89,6 +137,12 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_llama_tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tied tiny target."""
     return write_tiny_llama(tmp_path_factory.mktemp("tiny") / "llama-tied", tied=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny target with latent attention and experts."""
+    return write_tiny_deepseek(tmp_path_factory.mktemp("tiny") / "deepseek")
 
 
 @pytest.fixture(scope="session")

@@ -273,6 +273,25 @@ def test_the_export_loads_back_to_the_trained_head(finished: Run) -> None:
     assert prove(graph, tensors, read_probe(checkpoint), dtype="float32")["largest_difference"]["logits"] < 1e-5
 
 
+def test_a_target_with_latent_attention_and_experts_goes_through_all_stages(tmp_path: Path, tiny_deepseek: Path, shell: Shell) -> None:
+    """DeepSeek-V2: in fp32 its speculation writes what plain decoding writes, the estimate counts what decoding counts, and the
+    export, run through transformers' eager layer, is the trained head."""
+    run = Run(tmp_path / "run", tiny_deepseek, shell)
+    run.ok("regenerate", "prompt.limit=12")
+    run.ok("precompute")
+    run.ok("train", "num_steps=4")
+    run.ok("evaluate", "prompt_sets.project.limit=8", "name=mtp")
+    run.ok("export", "name=mtp")
+    report = run.report()
+    (proof,) = [m["identity"] for m in report["measurements"] if m["identity"] is not None]
+    assert proof["num_prompts"] == 8 and all(d["logit_gap"] <= 1e-4 for d in proof["differences"])
+    greedy = [m["acceptance"] for m in report["measurements"] if m["acceptance"]["temperature"] == 0 and m["identity"] is None]
+    counts = [[(p["num_drafts"], p["num_accepted_per_position"]) for p in acceptance["prompts"]] for acceptance in greedy]
+    assert len(counts) == 2 and counts[0] == counts[1] and sum(drafts for drafts, _ in counts[0]) > 20
+    proof = json.loads((run.folder / "served" / "mtp-hf" / "export.json").read_text(encoding="utf-8"))["proof"]
+    assert proof["largest_difference"]["logits"] < 1e-5
+
+
 def test_a_second_call_does_nothing_twice(finished: Run) -> None:
     before = (finished.responses(), finished.cache_bytes(), finished.weights(), finished.weights("eagle"))
     kept = [

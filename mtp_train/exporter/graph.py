@@ -1,6 +1,6 @@
 """The pair head's graph in plain torch, built from exported files alone: the second opinion that an export is proven by.
 
-Independent of ``head/`` and of ``nn/attention.py``: transformers' own layer with its eager attention, one sample at a
+Independent of ``head/``, ``nn/attention.py`` and ``nn/experts.py``: transformers' own layer, eager throughout, one sample at a
 time, a written-out mask and a growing cache, where the trainer has packed samples and merged log-sum-exps.
 """
 
@@ -41,6 +41,7 @@ class PairGraph:
         target = dict(config["target_config"])
         layer_config = AutoConfig.for_model(target.pop("model_type"), **target)
         layer_config._attn_implementation = "eager"
+        layer_config._experts_implementation = "eager"
         self.config = layer_config
         self.layer_index = layer_config.num_hidden_layers - 1
         parts = layer_parts(layer_config)

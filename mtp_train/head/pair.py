@@ -13,6 +13,7 @@ from torch.nn import functional
 from mtp_train.batch.shift import loss_rows, read_tokens, rotary_positions
 from mtp_train.head.base import Drafted, Head
 from mtp_train.nn.attention import AttentionContext, PackedAttention
+from mtp_train.nn.experts import stack_experts
 from mtp_train.nn.layer import DecoderLayer, layer_parts, read_config, silence_branches
 from mtp_train.nn.least_squares import LeastSquares
 from mtp_train.records import Batch, DraftStep
@@ -93,7 +94,7 @@ class PairHead(Head):
         if self.init == "least_squares":
             silence_branches(self.decoder.layer)
         elif self.init == "target_last_layer":
-            tensors = read_layer(target_path, last_layer)
+            tensors = stack_experts(read_layer(target_path, last_layer))
             if not self.norms["input"]:
                 tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("input_layernorm.")}
             self.decoder.layer.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})

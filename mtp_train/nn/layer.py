@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from mtp_train.nn.attention import ATTENTION, register
+from mtp_train.nn import attention, experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -33,9 +33,11 @@ def read_config(path: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def use_context_attention(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Set a config's attention to ``nn/attention.py`` in place."""
-    register()
-    config._attn_implementation = ATTENTION
+    """Set a config to ``nn/attention.py`` and ``nn/experts.py``, in place."""
+    attention.register()
+    experts.register()
+    config._attn_implementation = attention.ATTENTION
+    config._experts_implementation = experts.EXPERTS
     return config
 
 
@@ -103,11 +105,12 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden_TD: torch.Tensor, *, position_T: torch.Tensor, context: Any) -> torch.Tensor:
         position_1T = position_T[None]
-        cos_sin = self.rotary(hidden_TD[None], position_ids=position_1T)
+        # Cosines and sines, or the complex factors of DeepSeek-V2: between the rotary embedding and the layer, and not ours.
+        rotation = self.rotary(hidden_TD[None], position_ids=position_1T)
         out = self.layer(
             hidden_TD[None],
             position_ids=position_1T,
-            position_embeddings=cos_sin,
+            position_embeddings=rotation,
             attention_mask=None,
             use_cache=False,
             attention_context=context,
