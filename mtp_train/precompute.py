@@ -52,6 +52,7 @@ def main(cfg: DictConfig) -> None:
     responses = {response.prompt_id: response for response in _responses(cfg, target)}
     run = start(cfg, stage_name="precompute", record_now=False)
 
+    from mtp_train.cache.disk import CacheSize, check_fits
     from mtp_train.cache.format import FORMAT_VERSION, CacheIdentity
     from mtp_train.cache.plan import PlannedSample
     from mtp_train.cache.writer import CacheWriter
@@ -60,6 +61,14 @@ def main(cfg: DictConfig) -> None:
 
     settings = PrefillSettings(target_layer_ids=tuple(cfg.target_layer_ids), top_k=cfg.top_k)
     target.spec.check_layer_ids(settings.target_layer_ids)
+    size = CacheSize(
+        codec=cfg.codec,
+        hidden_size=target.spec.hidden_size,
+        vocab_size=target.spec.vocab_size,
+        num_taps=len(settings.target_layer_ids),
+        top_k=settings.top_k,
+    )
+    check_fits(run.out, list(responses.values()), size)  # before the engine is loaded, and before anything is written
     engine = build(cfg.engine, target_path=target.path, trust_remote_code=target.trust_remote_code, load_head=None)
     identity = CacheIdentity(
         format_version=FORMAT_VERSION,

@@ -20,12 +20,13 @@ TOP_FOLDERS = {"mtp_train", "conf", "data", "jobs", "tests", "tools", ".ci"}
 VERBS = ("regenerate", "precompute", "train", "evaluate", "export", "plan", "advise")
 # A line imports from the lines above it only, and nothing from its own line but itself.
 ORDER = (
-    ("records", "runtime"),
+    ("records", "runtime", "quantity"),
     ("target", "cache", "acceptance", "nn", "checkpoint"),
     ("prompt", "batch"),
     ("head", "loss"),
     ("decoding", "exporter"),
     ("engine", "trainer"),
+    ("planning",),
     ("stage",),
     VERBS,
 )

@@ -176,12 +176,12 @@ class CacheWriter:
             if code is None:
                 raise
             raise ValueError(
-                f"{path}: expected to write {needed_bytes} bytes, found: {os.strerror(code)} ({_free_bytes(path)} bytes free there). "
+                f"{path}: expected to write {needed_bytes} bytes, found: {os.strerror(code)} ({free_bytes(path)} bytes free there). "
                 f"{len(self._done)} finished shards are kept; make room or choose another folder, then run the same command again"
             ) from error
 
 
-def _free_bytes(path: Path) -> int:
+def free_bytes(path: Path) -> int:
     """Free bytes of the disk that ``path`` would lie on."""
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     return shutil.disk_usage(existing).free
