@@ -12,7 +12,7 @@ from mtp_train.quantity import show_bytes, show_count
 from mtp_train.records import Response
 
 # Per sample: bounds in its shard, and its entries in sidecar, manifest and plan (README.md, Size), but for its id.
-_SAMPLE_BYTES, _ID_COPIES = 16 + 51 + 73 + 79, 3
+SAMPLE_BYTES, ID_COPIES = 16 + 51 + 73 + 79, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class CacheSize:
         """Bytes of the cache of these responses, its JSON files included: the formula of README.md at their own share of answers."""
         num_tokens = sum(len(response.token_ids) for response in responses)
         num_teacher_rows = sum(sum(response.loss_mask[1:]) for response in responses)
-        per_sample = sum(_SAMPLE_BYTES + _ID_COPIES * len(response.prompt_id) for response in responses)
+        per_sample = sum(SAMPLE_BYTES + ID_COPIES * len(response.prompt_id) for response in responses)
         return round(num_tokens * self.per_token(answer_share=num_teacher_rows / max(1, num_tokens))) + per_sample
 
 

@@ -1,0 +1,111 @@
+"""What a run would take before anything is spent: bytes of cache, memory per process, hours, money, and what would not fit.
+
+Reads sizes only: nothing is downloaded, no weights are made. Counts may be written as 500M or 1.5B, sizes as 80GB. Ends with exit
+status 2, after the tables, where the setting asked for does not fit the machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtp_train.quantity import parse_count
+from mtp_train.runtime import atomic_write_json
+from mtp_train.stage import build, call, load_word, plain, stage
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from mtp_train.head.base import Head
+    from mtp_train.planning.work import Workload
+    from mtp_train.target.weights import SharedWeights
+    from mtp_train.trainer.objective import Objective
+
+
+def _objective(cfg: DictConfig) -> Objective:
+    """The losses, for what they hold while they run; train says what is wrong with their settings."""
+    from mtp_train.trainer.objective import Objective, Term
+
+    given = {word: entry if isinstance(entry, dict) else {"weight": entry} for word, entry in plain(cfg.losses).items()}
+    terms = {
+        word: Term(float(entry["weight"]), build({**load_word("loss", word), **{k: v for k, v in entry.items() if k != "weight"}}))
+        for word, entry in given.items()
+        if entry["weight"]
+    }
+    return Objective(terms=terms, draft_steps=cfg.draft_steps, decay=cfg.depth_decay, chunk_rows=cfg.chunk_rows)
+
+
+def _work(cfg: DictConfig, *, num_tokens: int, exact_teacher: bool) -> Workload:
+    from mtp_train.planning.work import Workload
+
+    return Workload(
+        num_tokens=num_tokens,
+        mean_length_tokens=parse_count(cfg.prompt.mean_length_tokens, where="prompt.mean_length_tokens"),
+        answer_share=cfg.prompt.answer_share,
+        top_k=cfg.top_k,
+        num_taps=len(cfg.target_layer_ids),
+        num_epochs=cfg.num_epochs,
+        draft_steps=cfg.draft_steps,
+        exact_teacher=exact_teacher,
+        tokens_per_pack=parse_count(cfg.tokens_per_pack, where="tokens_per_pack"),
+        packs_per_step=cfg.packs_per_step,
+        num_eval_prompts=parse_count(cfg.evaluate.num_prompts, where="evaluate.num_prompts"),
+        max_new_tokens=cfg.evaluate.max_new_tokens,
+        num_speculative_tokens=cfg.evaluate.num_speculative_tokens,
+        acceptance_length=cfg.evaluate.acceptance_length,
+    )
+
+
+@stage("plan")
+def main(cfg: DictConfig) -> None:
+    num_tokens = parse_count(plain(cfg.prompt)["num_tokens"], where="prompt.num_tokens")  # before what takes seconds to import
+
+    from rich.console import Console
+
+    from mtp_train.nn.layer import read_config
+    from mtp_train.planning.hardware import Hardware
+    from mtp_train.planning.plan import Asked, make_plan
+    from mtp_train.planning.sizes import chosen_share, head_sizes, meta_head, read_target_sizes, target_folder
+    from mtp_train.planning.table import print_plan, to_json
+    from mtp_train.planning.work import Assumptions
+
+    hardware = Hardware.read(plain(cfg.hardware))
+    objective = _objective(cfg)
+    work = _work(cfg, num_tokens=num_tokens, exact_teacher=objective.needs("exact_teacher"))
+    node: dict[str, Any] = plain(cfg.head)
+    if "init" in node:
+        node["init"] = "random"  # what the weights begin as changes no size, and reading them would take them
+    with target_folder(plain(cfg.target)) as folder:
+        target = read_target_sizes(folder, name=cfg.target.name)
+
+        def make_head(shared: SharedWeights) -> Head:
+            head: Head = build(node, target_path=folder, shared=shared, trust_remote_code=False)
+            return head
+
+        meta = meta_head(make_head, target)
+        plan = make_plan(
+            target=target,
+            head=head_sizes(meta, word=meta.word, chosen=chosen_share(read_config(folder, trust_remote_code=False))),
+            make_head=make_head,
+            objective=objective,
+            hardware=hardware,
+            work=work,
+            assume=call(Assumptions, cfg.assume, where="assume"),
+            asked=Asked(
+                codec=cfg.codec,
+                mode=cfg.parallel.mode,
+                precision=cfg.precision,
+                noise=cfg.noise_scale > 0,
+                batch_size=cfg.evaluate.batch_size,
+            ),
+        )
+    print_plan(plan, Console(width=None if sys.stdout.isatty() else 132))
+    if cfg.out is not None:
+        atomic_write_json(Path(cfg.out), to_json(plan))
+    if plan.problems:
+        raise ValueError("this setting does not fit:\n" + "\n".join(f"  {problem}" for problem in plan.problems))
+
+
+if __name__ == "__main__":
+    main()

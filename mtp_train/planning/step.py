@@ -1,0 +1,199 @@
+"""One training step of a head without data, weights or memory: what lives at its fullest moments, counted tensor by tensor.
+
+The real head and objective run over ``FakeTensorMode``'s tensors, which have shapes and nothing in them, so that whatever
+they keep for the backward pass is counted as it is and not from a formula that would have to follow every change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from mtp_train.batch.shift import LossRows
+from mtp_train.head.base import Head
+from mtp_train.loss.base import row_blocks
+from mtp_train.nn.experts import run_experts
+from mtp_train.planning.live import LiveBytes
+from mtp_train.planning.sizes import empty_shared
+from mtp_train.records import Batch, DraftStep, Teacher
+from mtp_train.target.weights import SharedWeights
+from mtp_train.trainer.objective import Objective
+from mtp_train.trainer.rows import Pack
+
+ACTIVATIONS, CHUNK, BACKWARD, GRADIENTS = "activations", "logits chunk", "backward", "gradients"
+_EVEN = "mtp_train_even"  # experts whose rows nobody routed
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """What decides a step's memory: a pack of ``num_tokens``, of which ``answer_share`` count, on ``device`` (``cpu``, or ``gpu``,
+    where the softmax takes a chunk's rows together)."""
+
+    num_tokens: int
+    answer_share: float
+    hidden_size: int
+    vocab_size: int
+    tied: bool
+    top_k: int | None
+    num_taps: int
+    precision: str
+    noise: bool
+    device: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+    @property
+    def num_rows(self) -> int:
+        return max(1, round(self.num_tokens * self.answer_share))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """Bytes of one process without sharding. ``parameters``: the float32 master weights; ``shared``: embedding, lm_head and final
+    norm; ``batch``: the pack. ``moments``: per phase at its fullest, what else lives and what for."""
+
+    parameters: int
+    shared: int
+    batch: int
+    moments: dict[str, dict[str, int]]
+
+
+class _Watched:
+    """A head that tells which phase begins: its own work, or the losses on what it yielded."""
+
+    def __init__(self, head: Head, live: LiveBytes) -> None:
+        self.shared, self._head, self._live = head.shared, head, live
+
+    def unroll(self, batch: Batch) -> Iterator[DraftStep]:
+        for step in self._head.unroll(batch):
+            self._live.phase = CHUNK
+            yield step
+            self._live.phase = ACTIVATIONS
+
+
+def measure_step(make_head: Callable[[SharedWeights], Head], objective: Objective, shape: StepShape) -> StepMemory:
+    """Run a step's forward and backward over tensors without memory. ``make_head`` is called inside the mode.
+
+    A GPU's softmax takes all rows of a chunk at once and a CPU's few (``loss.base.row_blocks``): for a GPU, the bytes of one such
+    block are measured and multiplied.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        head = make_head(empty_shared(vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, tied=shape.tied, dtype=shape.dtype))
+        _route_evenly(head)
+        batch = _batch(shape)
+        num_rows = min(objective.chunk_rows, shape.num_rows)
+        if shape.device == "cpu":
+            moments = _moments(head, objective, shape, batch, num_rows=num_rows)
+        else:
+            block = next(row_blocks(torch.empty(num_rows, shape.vocab_size)))
+            block_rows = len(range(*block.indices(num_rows)))
+            without, moments = (_moments(head, objective, shape, batch, num_rows=rows) for rows in (0, block_rows))
+            one_block = moments[CHUNK].get(CHUNK, 0) - without[CHUNK].get(CHUNK, 0)
+            moments[CHUNK][CHUNK] += one_block * num_rows // block_rows - one_block
+        shared = (head.shared.embedding_VD, head.shared.lm_head_VD, head.shared.final_norm_weight_D)
+        return StepMemory(
+            parameters=sum(parameter.numel() * 4 for parameter in head.parameters()),
+            shared=_nbytes(list({id(tensor): tensor for tensor in shared}.values())),
+            batch=_nbytes(_tensors(batch)) + (_nbytes([batch.hidden_TD]) if shape.noise else 0),
+            moments=moments,
+        )
+
+
+def _moments(head: Head, objective: Objective, shape: StepShape, batch: Batch, *, num_rows: int) -> dict[str, dict[str, int]]:
+    """The fullest moments of one forward and backward with ``num_rows`` rows that count at each depth."""
+    pack = _pack(objective, batch, num_rows=num_rows)
+    scale_K = torch.ones(objective.draft_steps)
+    inputs = [*_tensors(batch), *(column for rows in pack.rows for column in rows), *pack.top_M, scale_K]
+    held = [*head.buffers(), head.shared.embedding_VD, head.shared.lm_head_VD, head.shared.final_norm_weight_D, *inputs]
+    parameters = list(head.parameters())
+    live = LiveBytes(phase=ACTIVATIONS, parameters=parameters, others=held)
+    watched: Any = _Watched(head, live)
+    with live:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=shape.precision == "bf16"):
+            loss = objective(watched, pack, scale_K, measure=False).loss
+        live.phase = BACKWARD
+        loss.backward()
+        gradients = live.of([p.grad for p in parameters if p.grad is not None])
+    head.zero_grad()
+    return {phase: _by_kind(alive, gradients) for phase, (_, alive) in live.peaks.items()}
+
+
+def _by_kind(alive: dict[int, tuple[str, int]], gradients: set[int]) -> dict[str, int]:
+    kinds: dict[str, int] = {}
+    for number, (kind, size) in alive.items():
+        kind = GRADIENTS if number in gradients else kind
+        kinds[kind] = kinds.get(kind, 0) + size
+    return kinds
+
+
+def _route_evenly(head: Head) -> None:
+    """Give each expert as many rows as any other, since no data says how many it has."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    def even(expert_S: torch.Tensor, num_experts: int) -> list[int]:
+        share, rest = divmod(expert_S.shape[0], num_experts)
+        return [share + (number < rest) for number in range(num_experts)]
+
+    ExpertsInterface.register(_EVEN, partial(run_experts, count=even))
+    for module in head.modules():
+        if type(module).__name__.endswith("Experts"):
+            module.config._experts_implementation = _EVEN  # type: ignore[union-attr]
+
+
+def _batch(shape: StepShape) -> Batch:
+    """A pack of one sample, as the cache and the loader give it: bfloat16 states, the teacher's rows."""
+    num_tokens, num_rows = shape.num_tokens, shape.num_rows
+    teacher = None
+    if shape.top_k is not None:
+        teacher = Teacher(
+            row_M=torch.zeros(num_rows, dtype=torch.int64),
+            ids_MC=torch.zeros(num_rows, shape.top_k, dtype=torch.int64),
+            log_probs_MC=torch.zeros(num_rows, shape.top_k),
+            log_sum_exp_M=torch.zeros(num_rows),
+        )
+    taps = torch.empty(num_tokens, shape.num_taps, shape.hidden_size, dtype=torch.bfloat16) if shape.num_taps else None
+    return Batch(
+        token_ids_T=torch.zeros(num_tokens, dtype=torch.int64),
+        loss_mask_T=torch.ones(num_tokens, dtype=torch.bool),
+        hidden_TD=torch.empty(num_tokens, shape.hidden_size, dtype=torch.bfloat16),
+        sample_T=torch.zeros(num_tokens, dtype=torch.int64),
+        position_T=torch.zeros(num_tokens, dtype=torch.int64),
+        bounds=(0, num_tokens),
+        sample_ids=("planned",),
+        taps_TLD=taps,
+        teacher=teacher,
+    )
+
+
+def _pack(objective: Objective, batch: Batch, *, num_rows: int) -> Pack:
+    """The pack with its counted rows, as ``trainer.rows.align`` would find them if there were data."""
+    row_M = torch.zeros(num_rows, dtype=torch.int64)
+    depths = range(objective.draft_steps)
+    with_top = batch.teacher is not None
+    return Pack(
+        batch=batch,
+        teacher_hidden_TD=batch.hidden_TD,
+        rows=tuple(LossRows(row_M, row_M, row_M) for _ in depths),
+        top_M=tuple(row_M for _ in depths) if with_top else (),
+    )
+
+
+def _tensors(batch: Batch) -> Sequence[torch.Tensor]:
+    columns = [batch.token_ids_T, batch.loss_mask_T, batch.hidden_TD, batch.sample_T, batch.position_T]
+    if batch.taps_TLD is not None:
+        columns.append(batch.taps_TLD)
+    if batch.teacher is not None:
+        columns += [batch.teacher.row_M, batch.teacher.ids_MC, batch.teacher.log_probs_MC, batch.teacher.log_sum_exp_M]
+    return columns
+
+
+def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)

@@ -1,0 +1,148 @@
+"""A plan for people: tables on the terminal; and for programs: JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from mtp_train.planning.plan import Plan
+from mtp_train.quantity import show_bytes, show_count, show_duration, show_flops
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """All of a plan, in the order of the stages."""
+    work, target, head, hardware = plan.work, plan.target, plan.head, plan.hardware
+    console.print(
+        f"{target.name}: {target.num_parameters:,} parameters, {target.num_layers} layers, hidden {target.hidden_size}, "
+        f"vocabulary {target.vocab_size}\n"
+        f"head={head.word}: {head.weights.total:,} parameters ({show_count(head.weights.num_active)} in a token's products); embedding and "
+        f"lm_head are the target's own, {show_bytes(2 * target.num_shared)} in bf16\n"
+        f"{hardware.num_devices} x {hardware.device}; {show_count(work.num_tokens)} tokens, {work.answer_share:.0%} of them answers, "
+        f"{work.mean_length_tokens} per conversation",
+        highlight=False,
+        markup=False,
+    )
+    for title, table in (_caches(plan), _memory(plan), _engines(plan), _stages(plan)):
+        console.print(f"\n[bold]{title}[/bold]", highlight=False)
+        console.print(table)
+    console.print(_verdict(plan), highlight=False, markup=False)
+
+
+def _caches(plan: Plan) -> tuple[str, Table]:
+    taps = f", {plan.work.num_taps} tapped layers" if plan.work.num_taps else ""
+    table = _table("codec", "per token", "in all", "fits")
+    for row in plan.caches:
+        word = row.codec if row.exists else f"{row.codec} (at most; no such codec yet)"
+        table.add_row(
+            _asked(word, row.codec == plan.asked.codec), show_bytes(row.bytes_per_token), show_bytes(row.total_bytes), _yes(row.fits)
+        )
+    return f"Cache (top_k={plan.work.top_k}{taps}; disk {show_bytes(plan.hardware.disk_bytes)})", table
+
+
+def _memory(plan: Plan) -> tuple[str, Table]:
+    """Sources down, modes across, as at each mode's fullest moment."""
+    title = f"Training memory per process, {plan.work.tokens_per_pack} tokens a pack (usable: {show_bytes(plan.hardware.usable_bytes)})"
+    table = _table("", *(_asked(row.memory.mode, row.memory.mode == plan.asked.mode) for row in plan.modes))
+    sources = dict.fromkeys(source for row in plan.modes for source in row.memory.sources)
+    for source in sources:
+        shares = [(row.memory.sources.get(source, 0), row.memory.total) for row in plan.modes]
+        if any(size > total / 1000 for size, total in shares):
+            table.add_row(source, *(show_bytes(size) if size > total / 1000 else "" for size, total in shares))
+    table.add_section()
+    table.add_row("fullest at", *(row.memory.moment for row in plan.modes))
+    table.add_row("in all", *(show_bytes(row.memory.total) for row in plan.modes))
+    table.add_row("fits", *(_yes(row.fits) for row in plan.modes))
+    table.add_row("time", *(show_duration(row.work.seconds) for row in plan.modes))
+    return title, table
+
+
+def _engines(plan: Plan) -> tuple[str, Table]:
+    table = _table("tensor parallel", "copies", "weights", "for KV cache", "sequences at once")
+    for layout in plan.layouts:
+        size = layout.batch_size or "does not fit"
+        word = _asked(str(layout.tensor_parallel), layout == plan.layout)
+        table.add_row(word, str(layout.num_copies), show_bytes(layout.weight_bytes), show_bytes(layout.room_bytes), str(size))
+    return "Target in the engine, per device", table
+
+
+def _stages(plan: Plan) -> tuple[str, Table]:
+    priced = plan.hardware.usd_per_hour is not None
+    assumed = ", ".join(f"{name} {value:g}" for name, value in asdict(plan.assume).items() if isinstance(value, float) and value < 1)
+    title = f"Work and time (assumed shares of the machine's rates: {assumed})"
+    table = _table("stage", "operations", "time", "bound by", *(["USD"] if priced else []))
+    for stage in plan.stages:
+        money = [f"{plan.usd(stage.seconds):.2f}"] if priced else []
+        table.add_row(stage.stage, show_flops(stage.flops), show_duration(stage.seconds), stage.bound_by, *money)
+    table.add_section()
+    flops = sum(stage.flops for stage in plan.stages)
+    table.add_row("all", show_flops(flops), show_duration(plan.seconds), "", *([f"{plan.usd(plan.seconds):.2f}"] if priced else []))
+    return title, table
+
+
+def _verdict(plan: Plan) -> str:
+    lines = []
+    if plan.cheapest is None or plan.cheapest_s is None:
+        lines.append("No setting fits this machine.")
+    else:
+        words = " ".join(f"{key}={value}" for key, value in plan.cheapest.items())
+        money = plan.usd(plan.cheapest_s)
+        lines.append(
+            f"Cheapest that fits: {words}: {show_duration(plan.cheapest_s)}"
+            + (f", {money:.2f} USD" if money is not None else " (no price given: hardware.usd_per_hour=)")
+        )
+    others = [
+        f"parallel={r.memory.mode} ({show_bytes(r.memory.total)})" for r in plan.modes if not r.fits and r.memory.mode != plan.asked.mode
+    ]
+    others += [
+        f"codec={row.codec} ({show_bytes(row.total_bytes)})" for row in plan.caches if not row.fits and row.codec != plan.asked.codec
+    ]
+    others += [f"engine.tensor_parallel_size={layout.tensor_parallel}" for layout in plan.layouts if not layout.batch_size]
+    if others:
+        lines.append("Would not fit: " + ", ".join(others))
+    return "\n".join(lines)
+
+
+def _table(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    return table
+
+
+def _asked(word: str, asked: bool) -> str:
+    return f"{word} *" if asked else word
+
+
+def _yes(fits: bool) -> str:
+    return "yes" if fits else "NO"
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """Everything that the tables show, in plain units (bytes, seconds, operations)."""
+    return {
+        "target": asdict(plan.target) | {"num_parameters": plan.target.num_parameters, "num_shared": plan.target.num_shared},
+        "head": asdict(plan.head) | {"num_parameters": plan.head.weights.total},
+        "hardware": asdict(plan.hardware),
+        "work": asdict(plan.work),
+        "assume": asdict(plan.assume),
+        "asked": asdict(plan.asked),
+        "caches": [asdict(row) for row in plan.caches],
+        "memory": [
+            {**asdict(row.memory), "total_bytes": row.memory.total, "fits": row.fits, "train": row.work.to_json()} for row in plan.modes
+        ],
+        "engines": [asdict(layout) for layout in plan.layouts],
+        "engine": None if plan.layout is None else asdict(plan.layout),
+        "stages": [stage.to_json() | {"usd": plan.usd(stage.seconds)} for stage in plan.stages],
+        "seconds": plan.seconds,
+        "usd": plan.usd(plan.seconds),
+        "cheapest": None if plan.cheapest is None else dict(plan.cheapest),
+        "cheapest_seconds": plan.cheapest_s,
+        "problems": list(plan.problems),
+    }

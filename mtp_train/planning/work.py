@@ -1,0 +1,215 @@
+"""Floating-point operations and time of each stage, from sizes, a machine and stated shares of what it could do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from mtp_train.planning.hardware import Hardware
+from mtp_train.planning.memory import MODES
+from mtp_train.planning.sizes import HeadSizes, TargetSizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is to be done. ``num_tokens`` of conversations, prompts and answers together, ``answer_share`` of them the target's own;
+    ``mean_length_tokens`` per conversation; the rest are the settings of train and evaluate under their own names."""
+
+    num_tokens: int
+    answer_share: float
+    mean_length_tokens: int
+    top_k: int | None
+    num_taps: int
+    num_epochs: int
+    draft_steps: int
+    exact_teacher: bool
+    tokens_per_pack: int
+    packs_per_step: int
+    num_eval_prompts: int
+    max_new_tokens: int
+    num_speculative_tokens: int
+    acceptance_length: float
+
+    def __post_init__(self) -> None:
+        if self.num_tokens < 1 or self.mean_length_tokens < 1:
+            raise ValueError(
+                f"prompt: expected num_tokens and mean_length_tokens of at least 1, found {self.num_tokens} and {self.mean_length_tokens}"
+            )
+        if not 0 < self.answer_share <= 1:
+            raise ValueError(f"prompt.answer_share: expected above 0 and at most 1, found {self.answer_share}")
+
+    @property
+    def num_answer_tokens(self) -> float:
+        return self.num_tokens * self.answer_share
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps, of full packs."""
+        return max(1, -(-self.num_tokens * self.num_epochs // (self.tokens_per_pack * self.packs_per_step)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """Shares of the machine's rates that are reached (``conf/plan.yaml`` says where each figure comes from), and how the engine
+    holds the target: bytes per weight and per number of its KV cache, sequences decoded together, share of memory it may take."""
+
+    train: float
+    prefill: float
+    decode_compute: float
+    decode_memory: float
+    link: float
+    disk: float
+    engine_batch_size: int
+    engine_memory_share: float
+    weight_bytes: float
+    kv_bytes: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not getattr(self, field.name) > 0:
+                raise ValueError(f"assume.{field.name}: expected above 0, found {getattr(self, field.name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWork:
+    """One stage: its operations, its time, what bounds it, and the times that were compared."""
+
+    stage: str
+    flops: float
+    seconds: float
+    bound_by: str
+    parts: Mapping[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"stage": self.stage, "flops": self.flops, "seconds": self.seconds, "bound_by": self.bound_by, "parts_s": dict(self.parts)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLayout:
+    """The target on ``tensor_parallel`` devices together, as many times as the machine holds it. ``weight_bytes`` and ``room_bytes``
+    (for the KV cache) are per device; ``batch_size`` sequences fit, 0 where the target does not."""
+
+    tensor_parallel: int
+    num_copies: int
+    weight_bytes: int
+    room_bytes: int
+    batch_size: int
+
+
+def engine_layouts(target: TargetSizes, hardware: Hardware, assume: Assumptions, work: Workload) -> list[EngineLayout]:
+    """Every even way of spreading the target over the devices."""
+    layouts = []
+    for parallel in (n for n in range(1, hardware.num_devices + 1) if hardware.num_devices % n == 0):
+        weights = int(target.num_parameters * assume.weight_bytes / parallel)
+        room = int(hardware.memory_bytes * assume.engine_memory_share) - weights
+        per_sequence = target.num_kv / min(parallel, target.num_kv_parts) * assume.kv_bytes * work.mean_length_tokens
+        fitting = max(0, min(assume.engine_batch_size, int(room / per_sequence)))
+        layouts.append(
+            EngineLayout(
+                tensor_parallel=parallel,
+                num_copies=hardware.num_devices // parallel,
+                weight_bytes=weights,
+                room_bytes=max(0, room),
+                batch_size=fitting,
+            )
+        )
+    return layouts
+
+
+def decode_step_s(
+    target: TargetSizes, hardware: Hardware, assume: Assumptions, layout: EngineLayout, *, batch_size: float, tokens: int, context: float
+) -> tuple[float, str]:
+    """Seconds of one forward over ``tokens`` new tokens of each of ``batch_size`` sequences, and what bounds it: reading weights and
+    KV cache, or the products (the roofline)."""
+    rows, parallel = batch_size * tokens, layout.tensor_parallel
+    weights = (target.layers.num_read(rows) + target.num_lm_head) * assume.weight_bytes / parallel
+    kv = batch_size * context * target.num_kv / min(parallel, target.num_kv_parts) * assume.kv_bytes
+    products = 2 * rows * (target.layers.num_active + target.num_lm_head)
+    attention = rows * context * target.attention_flops * target.num_layers
+    memory_s = (weights + kv) / (hardware.memory_bytes_per_s * assume.decode_memory)
+    compute_s = (products + attention) / parallel / (hardware.flops_per_s * assume.decode_compute)
+    return (memory_s, "memory") if memory_s >= compute_s else (compute_s, "compute")
+
+
+def regenerate_work(
+    target: TargetSizes, hardware: Hardware, assume: Assumptions, work: Workload, layouts: list[EngineLayout]
+) -> tuple[StageWork, EngineLayout] | None:
+    """The answers, decoded by the fastest layout that fits; None where none does."""
+    prompt_tokens, answer_tokens = work.num_tokens - work.num_answer_tokens, work.num_answer_tokens
+    context = work.mean_length_tokens * (1 - work.answer_share / 2)
+    read_flops = prompt_tokens * (2 * target.layers.num_active + _attention(target, work.mean_length_tokens / 2))
+    write_flops = answer_tokens * (2 * (target.layers.num_active + target.num_lm_head) + _attention(target, context))
+    found: list[tuple[StageWork, EngineLayout]] = []
+    for layout in layouts:
+        # No more sequences at once than there are conversations for each copy.
+        batch = min(layout.batch_size, max(1.0, work.num_tokens / work.mean_length_tokens / layout.num_copies))
+        if layout.batch_size == 0:
+            continue
+        step_s, bound_by = decode_step_s(target, hardware, assume, layout, batch_size=batch, tokens=1, context=context)
+        write_s = answer_tokens / (batch * layout.num_copies) * step_s
+        read_s = read_flops / (hardware.flops_per_s * hardware.num_devices * assume.prefill)
+        parts = {"reading prompts": read_s, "writing answers": write_s}
+        stage = StageWork(stage="regenerate", flops=read_flops + write_flops, seconds=read_s + write_s, bound_by=bound_by, parts=parts)
+        found.append((stage, layout))
+    return min(found, key=lambda pair: pair[0].seconds, default=None)
+
+
+def precompute_work(target: TargetSizes, hardware: Hardware, assume: Assumptions, work: Workload, *, cache_bytes: float) -> StageWork:
+    """Every token through the target once, the lm_head where there is a teacher; or writing the cache, where that takes longer."""
+    flops = work.num_tokens * (2 * target.layers.num_active + _attention(target, work.mean_length_tokens / 2))
+    if work.top_k is not None:
+        flops += work.num_answer_tokens * 2 * target.num_lm_head
+    compute_s = flops / (hardware.flops_per_s * hardware.num_devices * assume.prefill)
+    return _slower("precompute", flops, {"compute": compute_s, "disk": cache_bytes / (hardware.disk_write_bytes_per_s * assume.disk)})
+
+
+def train_work(
+    target: TargetSizes, head: HeadSizes, hardware: Hardware, assume: Assumptions, work: Workload, *, mode: str, cache_bytes: float
+) -> StageWork:
+    """Six operations per weight and token (forward, and two products backward), the frozen lm_head's two products on the rows that
+    count and a third for an exact teacher; then the optimizer's passes over its state and the exchange between processes, counted
+    as if nothing overlapped; or reading the cache, where that takes longer than all of it."""
+    processes = 1 if mode == "single" else hardware.num_devices
+    attention = 3 * target.attention_flops * head.num_layers * work.mean_length_tokens / 2
+    per_token = work.draft_steps * (6 * head.weights.num_active + attention)
+    per_row = work.draft_steps * (4 + 2 * work.exact_teacher) * target.num_lm_head
+    flops = work.num_epochs * work.num_tokens * (per_token + work.answer_share * per_row)
+    share, weights = MODES[mode], head.weights.total
+    parts = {"compute": flops / (hardware.flops_per_s * processes * assume.train)}
+    # AdamW reads weight, gradient and two moments, and writes three of them: 28 bytes per weight in float32.
+    stepped = weights / (processes if share.optimizer[0] == 0 else 1)
+    parts["optimizer"] = work.num_steps * 28 * stepped / (hardware.memory_bytes_per_s * assume.decode_memory)
+    if processes > 1:
+        # Reduced and given out again, or gathered once more for the backward: each 4 bytes per weight, less one's own part.
+        passes = 3 if share.gathers else 2
+        parts["exchange"] = work.num_steps * passes * 4 * weights * (processes - 1) / processes / (hardware.link_bytes_per_s * assume.link)
+    done = _slower("train", flops, parts)
+    reading = work.num_epochs * cache_bytes / (hardware.disk_read_bytes_per_s * assume.disk)
+    seconds = sum(parts.values())
+    bound_by = "disk" if reading > seconds else done.bound_by
+    return StageWork(stage="train", flops=flops, seconds=max(seconds, reading), bound_by=bound_by, parts=parts | {"disk": reading})
+
+
+def evaluate_work(
+    target: TargetSizes, hardware: Hardware, assume: Assumptions, work: Workload, layout: EngineLayout, *, batch_size: int
+) -> StageWork:
+    """One copy of the target decodes the held-out prompts, once plainly and once with drafts, each verification over K + 1 tokens."""
+    batch = min(batch_size, layout.batch_size, work.num_eval_prompts)
+    context, tokens = float(work.mean_length_tokens), work.num_eval_prompts * work.max_new_tokens
+    verified = work.num_speculative_tokens + 1
+    plain_s, bound_by = decode_step_s(target, hardware, assume, layout, batch_size=batch, tokens=1, context=context)
+    verify_s, _ = decode_step_s(target, hardware, assume, layout, batch_size=batch, tokens=verified, context=context)
+    parts = {"without drafts": tokens / batch * plain_s, "with drafts": tokens / work.acceptance_length / batch * verify_s}
+    per_token = 2 * (target.layers.num_active + target.num_lm_head) + _attention(target, context)
+    flops = tokens * per_token * (1 + verified / work.acceptance_length)
+    return StageWork(stage="evaluate", flops=flops, seconds=sum(parts.values()), bound_by=bound_by, parts=parts)
+
+
+def _attention(target: TargetSizes, context: float) -> float:
+    return context * target.attention_flops * target.num_layers
+
+
+def _slower(stage: str, flops: float, parts: Mapping[str, float]) -> StageWork:
+    longest = max(parts, key=lambda part: parts[part])
+    return StageWork(stage=stage, flops=flops, seconds=parts[longest], bound_by=longest, parts=parts)

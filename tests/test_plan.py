@@ -1,0 +1,75 @@
+"""The verb: a plan on the terminal and as JSON, and what would not fit is refused with both figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def plan(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mtp_train.plan", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_seventy_billion_on_one_node(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    words = ["target=llama3_70b", "head=mtp", "prompt.num_tokens=500M", "parallel=zero1", "hardware=8xh100"]
+    done = plan(*words, "hardware.usd_per_hour=50", f"out={out}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert found["target"]["num_parameters"] == 70_553_706_496 and found["head"]["num_parameters"] == 989_896_704
+    assert found["work"]["num_tokens"] == 500_000_000
+    # 16384 bytes of hidden state, 4 of token id, 1 of mask, and 64 candidates of 6 bytes with 8 more on 40% of the tokens.
+    (bf16,) = [row for row in found["caches"] if row["codec"] == "bf16"]
+    assert bf16["bytes_per_token"] == pytest.approx(16384 + 5 + 0.4 * (64 * 6 + 8)) and bf16["fits"]
+    assert {row["mode"] for row in found["memory"]} == {"single", "ddp", "zero1", "zero2", "fsdp2", "zero3"}
+    assert [stage["stage"] for stage in found["stages"]] == ["regenerate", "precompute", "train", "evaluate"]
+    assert found["seconds"] == pytest.approx(sum(stage["seconds"] for stage in found["stages"]))
+    assert found["usd"] == pytest.approx(found["seconds"] / 3600 * 50)
+    assert found["cheapest"]["codec"] == "bf16" and found["cheapest_seconds"] <= found["seconds"]
+    shown = done.stdout
+    for text in (
+        "70,553,706,496",
+        "8.27 TB",
+        "zero1 *",
+        "Cheapest that fits",
+        "regenerate",
+        "Would not fit: engine.tensor_parallel_size=1",
+    ):
+        assert text in shown, text
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_named_with_both_figures_after_the_tables(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    words = ["target=smollm2_135m", "prompt.num_tokens=1.5B", "parallel=single", "hardware=8xh100", f"out={out}"]
+    done = plan(*words, "hardware.disk_bytes=1TB", "hardware.memory_bytes=30MB", "packs_per_step=1")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "cache: expected at most 1.00 TB (the disk), found 1." in done.stderr and "codec=bf16" in done.stderr
+    assert "parallel=single: expected at most 28.2 MB per process, found" in done.stderr
+    assert "engine: expected room for smollm2_135m on 8 devices of 30.0 MB" in done.stderr
+    assert "No setting fits this machine." in done.stdout
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert len(found["problems"]) == 3 and found["cheapest"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "prompt.num_tokens: expected a value, found none"),
+        (["prompt.num_tokens=many"], "prompt.num_tokens: expected a number such as 500M or 1.5B, found 'many'"),
+    ],
+)
+def test_what_is_missing_or_no_number_is_refused(words: list[str], message: str) -> None:
+    done = plan(*words)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
