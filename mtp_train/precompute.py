@@ -1,7 +1,7 @@
 """The engine runs the target over whole responses: responses/ -> cache/ of hidden states and next-token probabilities.
 
 Shards are written one by one; killed at any moment, the same command continues and ends with the same bytes. With torchrun each
-process writes every N-th shard.
+process writes every N-th shard; so does each of num_workers commands that share nothing but the folder, at any time.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from mtp_train.stage import OpenTarget, build, call, open_target, record, stage,
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from mtp_train.cache.writer import CacheWriter
     from mtp_train.records import Response
 
 
@@ -44,6 +45,21 @@ def _responses(cfg: DictConfig, target: OpenTarget) -> list[Response]:
     if is_main():
         counts.write(Path(cfg.out) / "skips.json")
     return responses
+
+
+def _missing(cfg: DictConfig, writer: CacheWriter) -> list[tuple[int, tuple[str, ...]]]:
+    """The shards that this process is to write: its share as a rank of a torchrun job, or as one of ``num_workers`` that know
+    nothing of each other."""
+    if cfg.num_workers is None:
+        missing = list(writer.missing_shards())[rank() :: world_size()]
+        barrier()  # every process has seen the same shards missing before the first one is written
+        return missing
+    if not 0 <= cfg.worker < cfg.num_workers or world_size() > 1:
+        raise ValueError(
+            f"worker: expected a number from 0 to below num_workers={cfg.num_workers}, and one process each (no torchrun), found "
+            f"{cfg.worker} and {world_size()} processes"
+        )
+    return list(writer.missing_shards(range(cfg.worker, writer.num_shards, cfg.num_workers)))
 
 
 @stage("precompute")
@@ -88,15 +104,18 @@ def main(cfg: DictConfig) -> None:
     planned = [PlannedSample.of(response) for response in responses.values()]
     writer = CacheWriter(path=run.out, identity=identity, samples=planned, shard_tokens=cfg.shard_tokens)
     record(run, stage_name="precompute")  # only now: another run's folder has been refused
-    missing = list(writer.missing_shards())[rank() :: world_size()]
-    barrier()  # every process has seen the same shards missing before the first one is written
+    missing = _missing(cfg, writer)
     num_tokens = sum(len(responses[i].token_ids) for _, ids in missing for i in ids)
     log(f"{num_tokens} tokens to read, in {len(missing)} of {writer.num_shards} shard(s)")
     with progress(desc="precompute", unit="tok", total=num_tokens) as bar:
         for index, sample_ids in missing:
             writer.write_shard(index, engine.prefill([responses[i] for i in sample_ids], settings))
             bar.update(sum(len(responses[i].token_ids) for i in sample_ids))
-    barrier()
+    if cfg.num_workers is None:
+        barrier()
+    elif writer.num_unwritten():
+        log(f"{writer.num_unwritten()} of {writer.num_shards} shards are other workers'; the last one to end completes the cache")
+        return
     if is_main():
         manifest = writer.finish()
         log(

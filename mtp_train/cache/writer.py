@@ -51,14 +51,19 @@ class CacheWriter:
     def num_shards(self) -> int:
         return self.plan.num_shards
 
-    def missing_shards(self) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """(shard, its sample ids) of each shard not done yet. Done: a sidecar of this plan, and size and sha256 agree.
+    def missing_shards(self, among: Iterable[int] | None = None) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """(shard, its sample ids) of each shard, or of those ``among`` the given ones, not done yet. Done: a sidecar of this plan,
+        and size and sha256 agree.
 
         Each shard on disk is hashed once per writer.
         """
-        for index in range(self.num_shards):
+        for index in range(self.num_shards) if among is None else among:
             if not self._is_done(index):
                 yield index, tuple(sample.sample_id for sample in self.plan.shard(index))
+
+    def num_unwritten(self) -> int:
+        """Shards without a sidecar, at a glance: nothing is hashed."""
+        return sum(not sidecar_path(shard_path(self.path, shard_name(index))).exists() for index in range(self.num_shards))
 
     def write_shard(self, index: int, samples: Iterable[Sample]) -> ShardInfo:
         """Write one shard from its samples, in the plan's order (an engine's generator may make them as they are needed).
