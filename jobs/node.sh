@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# All stages on one machine: jobs/node.sh experiment=llama3_8b run=runs/llama3_8b [key=value ...]
+#
+# The engine answers and reads the prompts on all GPUs from one process (engine.data_parallel_size, tensor_parallel_size), the
+# training runs one process per GPU under torchrun. What is done is not done again: killed at any moment, the same call goes
+# on. Settings given here go to every stage; STAGES=train (or several) runs those alone, PROCESSES sets how many train.
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}"
+
+bin=${VENV:-${VIRTUAL_ENV:-.venv}}/bin
+stages=${STAGES:-regenerate precompute train evaluate export}
+processes=${PROCESSES:-$(nvidia-smi --list-gpus | wc -l)}
+
+for stage in $stages; do
+    printf '\n== %s (%s s after the start)\n' "$stage" "$SECONDS" >&2
+    if [ "$stage" = train ]; then
+        "$bin/python" -m torch.distributed.run --standalone --nproc-per-node "$processes" -m mtp_train.train "$@"
+    else
+        "$bin/python" -m "mtp_train.$stage" "$@"
+    fi
+done

@@ -1,0 +1,167 @@
+"""The job files, run as SLURM would run them, with two processes on a CPU in place of eight GPUs.
+
+SLURM is not here: ``srun`` starts the processes with its variables, passes signals on and returns the highest exit status;
+``scontrol requeue`` writes down that it was asked. Everything that they start is real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(900)
+
+ROOT = Path(__file__).resolve().parent.parent
+JOBS = sorted((ROOT / "jobs").glob("*.sh"))
+
+SRUN = """#!/usr/bin/env bash
+# As many tasks as SLURM_NTASKS says, each with its number; a signal goes to all; the highest exit status is ours.
+while [[ "$1" == --* ]]; do shift; done
+pids=()
+for ((task = 0; task < SLURM_NTASKS; task++)); do
+    SLURM_PROCID=$task SLURM_LOCALID=$task "$@" &
+    pids+=($!)
+done
+trap 'kill -USR1 "${pids[@]}"' USR1
+highest=0
+for pid in "${pids[@]}"; do
+    while true; do
+        wait "$pid"
+        status=$?
+        kill -0 "$pid" 2>/dev/null || break
+    done
+    ((status > highest)) && highest=$status
+done
+exit "$highest"
+"""
+SCONTROL = """#!/usr/bin/env bash
+case "$1" in
+    show) echo 127.0.0.1 ;;
+    requeue) echo "$2" >> "$REQUEUED" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda path: path.stem)
+def test_a_job_is_a_page_of_sound_bash(job: Path) -> None:
+    subprocess.run(["bash", "-n", str(job)], check=True)
+    text = job.read_text(encoding="utf-8")
+    assert text.startswith("#!/usr/bin/env bash\n") and "set -euo pipefail" in text and os.access(job, os.X_OK)
+    assert f"jobs/{job.name}" in text, "its header shows how it is started"
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck, which is not installed here")
+def test_shellcheck_finds_nothing() -> None:
+    subprocess.run(["shellcheck", *map(str, JOBS)], check=True)
+
+
+class Cluster:
+    """What SLURM gives a job: its commands and its variables."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        commands = folder / "bin"
+        commands.mkdir(parents=True)
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+            (commands / name).write_text(text, encoding="utf-8")
+            (commands / name).chmod(0o755)
+        self.requeued = folder / "requeued"
+        self.environment = {
+            **os.environ,
+            "PATH": f"{commands}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "VENV": str(Path(sys.executable).parents[1]),
+            "REQUEUED": str(self.requeued),
+            "SLURM_SUBMIT_DIR": str(ROOT),
+            "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_JOB_NODELIST": "here",
+            "SLURM_NNODES": "1",
+        }
+
+    def start(self, job: str, *words: str, **variables: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["bash", str(ROOT / "jobs" / job), *words],
+            env={**self.environment, "SLURM_NTASKS": "1", **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, job: str, *words: str, **variables: str) -> str:
+        process = self.start(job, *words, **variables)
+        out, _ = process.communicate()
+        assert process.returncode == 0, out[-3000:]
+        return out
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path / "cluster")
+
+
+@pytest.mark.slow
+def test_an_array_precomputes_and_a_training_is_requeued_and_finished(tmp_path: Path, tiny_llama: Path, cluster: Cluster) -> None:
+    rows = [{"prompt": f"question {n}?", "completion": f"answer {n}, " * 12} for n in range(24)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    run = tmp_path / "run"
+    here = ["target=local", f"target.path={tiny_llama}", "target.name=tiny", f"run={run}"]
+    words = [
+        *here,
+        "answers=given",
+        "prompt=file",
+        f"prompt.source=[{tmp_path}/rows.jsonl]",
+        "engine.dtype=float32",
+        "top_k=8",
+        "shard_tokens=256",
+    ]
+    array = {"SLURM_ARRAY_TASK_MIN": "3", "SLURM_ARRAY_TASK_COUNT": "2"}
+    first = cluster.run("slurm_precompute.sh", *words, **array, SLURM_ARRAY_TASK_ID="3")
+    assert "other workers'" in first and not (run / "cache" / "manifest.json").exists()
+    assert (run / "cache" / "shard-00000.json").exists() and not (run / "cache" / "shard-00001.json").exists()
+    cluster.run("slurm_precompute.sh", *words, **array, SLURM_ARRAY_TASK_ID="4")
+    assert (run / "cache" / "manifest.json").exists()
+
+    steps = run / "checkpoint" / "mtp"
+    words = [
+        *here,
+        "num_steps=200",
+        "tokens_per_pack=512",
+        "packs_per_step=2",
+        "checkpoint.every=5",
+        "validation.fraction=0",
+        "log_every=5",
+    ]
+    process = cluster.start("slurm_train.sh", *words, SLURM_NTASKS="2")
+    while not (steps / "step-000005").exists():
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        time.sleep(0.05)
+    # SLURM signals the job's processes and not its script: here they hang on srun, the script's child.
+    (srun,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
+    os.kill(int(srun), signal.SIGUSR1)
+    out, _ = process.communicate()
+    assert process.returncode == 75, out[-3000:]
+    assert cluster.requeued.read_text(encoding="utf-8").split() == [cluster.environment["SLURM_JOB_ID"]]
+    assert not (steps / "head.safetensors").exists()
+    out = cluster.run("slurm_train.sh", *words, SLURM_NTASKS="2")
+    assert "continuing after step" in out and (steps / "head.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_the_other_jobs_start_their_stages(tmp_path: Path, tiny_llama: Path, cluster: Cluster) -> None:
+    """``--cfg job`` makes a stage print its settings: how it was started is what the job file decides."""
+    here = ["target=local", f"target.path={tiny_llama}", f"run={tmp_path}/run", "--cfg", "job"]
+    shown = cluster.run("slurm_evaluate.sh", *here)
+    assert shown.count(f"path: {tiny_llama}") == 2 and "prompt_sets:" in shown and "exporter:" in shown
+    shown = cluster.run("node.sh", *here, STAGES="regenerate precompute train", PROCESSES="2")
+    assert [shown.count(f"== {stage} ") for stage in ("regenerate", "precompute", "train")] == [1, 1, 1]
+    assert shown.count("tokens_per_pack:") == 2, "one per process"
