@@ -74,8 +74,8 @@ def main(cfg: DictConfig) -> None:
     objective = _objective(cfg)
     work = _work(cfg, num_tokens=num_tokens, exact_teacher=objective.needs("exact_teacher"))
     node: dict[str, Any] = plain(cfg.head)
-    if "init" in node:
-        node["init"] = "random"  # what the weights begin as changes no size, and reading them would take them
+    if node.get("init") == "target_last_layer":
+        node["init"] = "random"  # of the same size, and needs no weights to be read
     with target_folder(plain(cfg.target)) as folder:
         target = read_target_sizes(folder, name=cfg.target.name)
 
@@ -95,6 +95,7 @@ def main(cfg: DictConfig) -> None:
             asked=Asked(
                 codec=cfg.codec,
                 mode=cfg.parallel.mode,
+                rule=cfg.optimizer.rule,
                 precision=cfg.precision,
                 noise=cfg.noise_scale > 0,
                 batch_size=cfg.evaluate.batch_size,

@@ -7,22 +7,24 @@ from dataclasses import dataclass
 
 from mtp_train.planning.live import COPIES
 from mtp_train.planning.sizes import HeadSizes
-from mtp_train.planning.step import ACTIVATIONS, BACKWARD, CHUNK, GRADIENTS, StepMemory
+from mtp_train.planning.step import ACTIVATIONS, BACKWARD, CHUNK, GRADIENTS, STEPPING, StepMemory
+from mtp_train.trainer.optim import Rule
 
 # DeepSpeed's buffer of elements on their way to other processes, as trainer/zero.py sets it, and how many elements of gathered
 # weights it keeps for reuse at stage 3 (its own default, stage3_max_live_parameters).
 _BUCKET_ELEMENTS, _MAX_LIVE_ELEMENTS = 2**26, 10**9
-COMPLETE = "gradients complete"
+COMPLETE, STARTING = "gradients complete", "start from data"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
     """How a mode spreads what belongs to the float32 parameters: each pair multiplies their bytes, the first number in every
-    process, the second divided by the number of processes. ``gathers``: weights are put together to be used."""
+    process, the second divided by the number of processes. ``sharded``: the optimizer's state is divided too, which only AdamW's can
+    be; ``gathers``: weights are put together to be used."""
 
     weights: tuple[int, int]
     gradients: tuple[int, int]
-    optimizer: tuple[int, int]
+    sharded: bool = False
     deepspeed: bool = False
     gathers: bool = False
 
@@ -32,12 +34,12 @@ class Sharing:
 # part of the gradients beside the whole ones. fully_shard has the head as one unit: gathered whole from the forward to the end
 # of the backward, and its whole gradients once more in the buffer from which they are reduced.
 MODES: Mapping[str, Sharing] = {
-    "single": Sharing(weights=(1, 0), gradients=(1, 0), optimizer=(2, 0)),
-    "ddp": Sharing(weights=(1, 0), gradients=(1, 0), optimizer=(2, 0)),
-    "zero1": Sharing(weights=(1, 1), gradients=(1, 1), optimizer=(0, 2), deepspeed=True),
-    "zero2": Sharing(weights=(1, 1), gradients=(0, 1), optimizer=(0, 2), deepspeed=True),
-    "fsdp2": Sharing(weights=(0, 1), gradients=(2, 1), optimizer=(0, 2), gathers=True),
-    "zero3": Sharing(weights=(0, 2), gradients=(0, 1), optimizer=(0, 2), deepspeed=True, gathers=True),
+    "single": Sharing(weights=(1, 0), gradients=(1, 0)),
+    "ddp": Sharing(weights=(1, 0), gradients=(1, 0)),
+    "zero1": Sharing(weights=(1, 1), gradients=(1, 1), sharded=True, deepspeed=True),
+    "zero2": Sharing(weights=(1, 1), gradients=(0, 1), sharded=True, deepspeed=True),
+    "fsdp2": Sharing(weights=(0, 1), gradients=(2, 1), sharded=True, gathers=True),
+    "zero3": Sharing(weights=(0, 2), gradients=(0, 1), sharded=True, deepspeed=True, gathers=True),
 }
 
 
@@ -55,7 +57,9 @@ class ProcessMemory:
         return sum(self.sources.values())
 
 
-def process_memory(step: StepMemory, head: HeadSizes, *, mode: str, num_processes: int, packs_per_process: int) -> ProcessMemory:
+def process_memory(
+    step: StepMemory, head: HeadSizes, *, mode: str, rule: Rule, num_processes: int, packs_per_process: int
+) -> ProcessMemory:
     """The fullest of a step's moments: while the head runs, in the losses, in the backward, when the optimizer steps.
 
     Errors: ValueError for a mode that is none.
@@ -63,12 +67,13 @@ def process_memory(step: StepMemory, head: HeadSizes, *, mode: str, num_processe
     if mode not in MODES:
         raise ValueError(f"parallel: expected one of {list(MODES)}, found {mode!r}")
     share = MODES["single"] if num_processes == 1 else MODES[mode]
-    weights = step.parameters
+    weights, optimizer = step.parameters, step.optimizers[rule]
+    state = -(-optimizer.state // (num_processes if share.sharded else 1))
 
     def spread(pair: tuple[int, int]) -> int:
         return weights * pair[0] + -(-weights * pair[1] // num_processes)
 
-    fixed = {"embedding, lm_head": step.shared, "weights": spread(share.weights), "optimizer": spread(share.optimizer), "pack": step.batch}
+    fixed = {"embedding, lm_head": step.shared, "weights": spread(share.weights), "optimizer": state, "pack": step.batch}
     if share.gathers:
         fixed["gathered weights"] = min(weights, 4 * _MAX_LIVE_ELEMENTS) if share.deepspeed else weights
     if share.deepspeed:
@@ -76,7 +81,9 @@ def process_memory(step: StepMemory, head: HeadSizes, *, mode: str, num_processe
     # Gradients of earlier packs, and DistributedDataParallel's buckets, whose views they are, are there from the start.
     early = packs_per_process > 1 or (mode == "ddp" and num_processes > 1)
     kept = spread((0 if share.gathers else share.gradients[0], share.gradients[1])) if early else 0
-    moments = {COMPLETE: fixed | {GRADIENTS: spread(share.gradients)}}
+    moments = {COMPLETE: fixed | {GRADIENTS: spread(share.gradients), STEPPING: optimizer.working}}
+    if step.start:  # every process fits a whole head, before it is shared out
+        moments[STARTING] = {"embedding, lm_head": step.shared, "weights": weights, "pack": step.batch, STARTING: step.start}
     for phase, alive in step.moments.items():
         found = {kind: alive.get(kind, 0) for kind in (COPIES, ACTIVATIONS, CHUNK, BACKWARD)}
         found[GRADIENTS] = max(kept, min(spread(share.gradients), alive.get(GRADIENTS, 0) * max(1, share.gradients[0])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 from mtp_train.cache.codec import CODECS, bytes_per_token
 from mtp_train.cache.disk import ID_COPIES, SAMPLE_BYTES
@@ -26,6 +27,7 @@ from mtp_train.planning.work import (
 from mtp_train.quantity import show_bytes
 from mtp_train.target.weights import SharedWeights
 from mtp_train.trainer.objective import Objective
+from mtp_train.trainer.optim import Rule
 
 # Codecs that are planned and not written: at most a byte per number and one sixteenth for scales.
 _BOUNDS = ("fp8", "int8")
@@ -45,19 +47,23 @@ class CacheRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ModeRow:
-    """A training in one way of sharing the work."""
+    """A training in one way of sharing the work, with the optimizer that it takes. ``possible``: where the settings ask for a rule,
+    whether the mode takes that one."""
 
     memory: ProcessMemory
+    rule: Rule
+    possible: bool
     fits: bool
     work: StageWork
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What the settings name."""
+    """What the settings name; ``rule`` None: each mode takes train's default where it can (muon), else adamw."""
 
     codec: str
     mode: str
+    rule: Rule | None
     precision: str
     noise: bool
     batch_size: int
@@ -110,6 +116,8 @@ def make_plan(
         raise ValueError(f"codec: expected one of {[row.codec for row in caches]}, found {asked.codec!r}")
     if asked.mode not in MODES:
         raise ValueError(f"parallel: expected one of {list(MODES)}, found {asked.mode!r}")
+    if asked.rule not in (None, *get_args(Rule)):
+        raise ValueError(f"optimizer.rule: expected one of {get_args(Rule)}, or null, found {asked.rule!r}")
     modes = _mode_rows(target, head, make_head, objective, hardware, work, assume, asked, cache_bytes=cache.total_bytes)
     layouts = engine_layouts(target, hardware, assume, work)
     generated = regenerate_work(target, hardware, assume, work, layouts)
@@ -130,6 +138,7 @@ def make_plan(
             "engine.data_parallel_size": str(layout.num_copies),
             "codec": smaller.codec,
             "parallel": best.memory.mode,
+            "optimizer.rule": best.rule,
         }
         cheapest_s = sum(stage.seconds for stage in (*before, best.work, *after))
     return Plan(
@@ -202,9 +211,13 @@ def _mode_rows(
     for mode in MODES:
         processes = 1 if mode == "single" else hardware.num_devices
         packs = -(-work.packs_per_step // processes)
-        memory = process_memory(step, head, mode=mode, num_processes=processes, packs_per_process=packs)
-        trained = train_work(target, head, hardware, assume, work, mode=mode, cache_bytes=cache_bytes)
-        rows.append(ModeRow(memory=memory, fits=memory.total <= hardware.usable_bytes, work=trained))
+        rule: Rule = "adamw" if MODES[mode].sharded else asked.rule or "muon"
+        memory = process_memory(step, head, mode=mode, rule=rule, num_processes=processes, packs_per_process=packs)
+        optimizer = step.optimizers[rule]
+        trained = train_work(target, head, hardware, assume, work, mode=mode, optimizer=optimizer, cache_bytes=cache_bytes)
+        possible = asked.rule in (None, rule)
+        fits = possible and memory.total <= hardware.usable_bytes
+        rows.append(ModeRow(memory=memory, rule=rule, possible=possible, fits=fits, work=trained))
     return tuple(rows)
 
 
@@ -233,7 +246,12 @@ def _problems(
         found.append(
             f"packs_per_step: expected at least {processes}, one for each process, found {work.packs_per_step}; raise it, or train on fewer"
         )
-    if not mode.fits:
+    if not mode.possible:
+        found.append(
+            f"optimizer.rule: expected {mode.rule} with parallel={asked.mode}, which cuts matrices into shards, found {asked.rule}; "
+            "set it, or choose parallel=ddp"
+        )
+    elif not mode.fits:
         largest, size = max(mode.memory.sources.items(), key=lambda item: item[1])
         others = [row.memory.mode for row in modes if row.fits]
         remedy = f"choose one of {others}" if others else "lower tokens_per_pack or chunk_rows"

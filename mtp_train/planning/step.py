@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from mtp_train.batch.shift import LossRows
 from mtp_train.head.base import Head
+from mtp_train.head.pair import PairHead
 from mtp_train.loss.base import row_blocks
 from mtp_train.nn.experts import run_experts
 from mtp_train.planning.live import LiveBytes
@@ -22,9 +23,10 @@ from mtp_train.planning.sizes import empty_shared
 from mtp_train.records import Batch, DraftStep, Teacher
 from mtp_train.target.weights import SharedWeights
 from mtp_train.trainer.objective import Objective
+from mtp_train.trainer.optim import OptimizerSettings, Rule, build_optimizer
 from mtp_train.trainer.rows import Pack
 
-ACTIVATIONS, CHUNK, BACKWARD, GRADIENTS = "activations", "logits chunk", "backward", "gradients"
+ACTIVATIONS, CHUNK, BACKWARD, GRADIENTS, STEPPING = "activations", "logits chunk", "backward", "gradients", "optimizer step"
 _EVEN = "mtp_train_even"  # experts whose rows nobody routed
 
 
@@ -54,14 +56,26 @@ class StepShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OptimizerStep:
+    """One rule over the whole head: bytes of its state, bytes that a step makes and drops, operations of a step's products."""
+
+    state: int
+    working: int
+    flops: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepMemory:
     """Bytes of one process without sharding. ``parameters``: the float32 master weights; ``shared``: embedding, lm_head and final
-    norm; ``batch``: the pack. ``moments``: per phase at its fullest, what else lives and what for."""
+    norm; ``batch``: the pack; ``start``: what fitting the head to the data in closed form takes before the first step, 0 where its
+    ``init`` does not ask for it. ``moments``: per phase at its fullest, what else lives and what for; ``optimizers`` by rule."""
 
     parameters: int
     shared: int
     batch: int
+    start: int
     moments: dict[str, dict[str, int]]
+    optimizers: dict[Rule, OptimizerStep]
 
 
 class _Watched:
@@ -103,7 +117,9 @@ def measure_step(make_head: Callable[[SharedWeights], Head], objective: Objectiv
             parameters=sum(parameter.numel() * 4 for parameter in head.parameters()),
             shared=_nbytes(list({id(tensor): tensor for tensor in shared}.values())),
             batch=_nbytes(_tensors(batch)) + (_nbytes([batch.hidden_TD]) if shape.noise else 0),
+            start=_start_bytes(head),
             moments=moments,
+            optimizers={rule: _optimizer_step(head, rule) for rule in get_args(Rule)},
         )
 
 
@@ -124,6 +140,33 @@ def _moments(head: Head, objective: Objective, shape: StepShape, batch: Batch, *
         gradients = live.of([p.grad for p in parameters if p.grad is not None])
     head.zero_grad()
     return {phase: _by_kind(alive, gradients) for phase, (_, alive) in live.peaks.items()}
+
+
+def _optimizer_step(head: Head, rule: Rule) -> OptimizerStep:
+    """A second step of the real optimizer: the first one makes its state."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    settings = OptimizerSettings(rule=rule, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01, clip_norm=1.0)
+    optimizer = build_optimizer(head, settings)
+    parameters = list(head.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    states = [tensor for entries in optimizer.state.values() for tensor in entries.values() if isinstance(tensor, torch.Tensor)]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    live = LiveBytes(phase=STEPPING, parameters=parameters, others=[*states, *gradients])
+    with FlopCounterMode(display=False) as counter, live:
+        optimizer.step()
+    head.zero_grad()
+    return OptimizerStep(state=_nbytes(states), working=live.peaks.get(STEPPING, (0, {}))[0], flops=float(counter.get_total_flops()))
+
+
+def _start_bytes(head: Head) -> int:
+    """``nn.least_squares`` in float64 at its fullest, while X'X is factored: it, its copy with the ridge, the factor, and X'Y."""
+    if not isinstance(head, PairHead) or not head.starts_from_data:
+        return 0
+    num_outputs, num_inputs = head.projection.weight.shape
+    return 8 * num_inputs * (3 * num_inputs + num_outputs)
 
 
 def _by_kind(alive: dict[int, tuple[str, int]], gradients: set[int]) -> dict[str, int]:

@@ -56,6 +56,7 @@ def _memory(plan: Plan) -> tuple[str, Table]:
     table.add_row("fullest at", *(row.memory.moment for row in plan.modes))
     table.add_row("in all", *(show_bytes(row.memory.total) for row in plan.modes))
     table.add_row("fits", *(_yes(row.fits) for row in plan.modes))
+    table.add_row("optimizer.rule", *(row.rule for row in plan.modes))
     table.add_row("time", *(show_duration(row.work.seconds) for row in plan.modes))
     return title, table
 
@@ -135,7 +136,14 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "asked": asdict(plan.asked),
         "caches": [asdict(row) for row in plan.caches],
         "memory": [
-            {**asdict(row.memory), "total_bytes": row.memory.total, "fits": row.fits, "train": row.work.to_json()} for row in plan.modes
+            {
+                **asdict(row.memory),
+                "total_bytes": row.memory.total,
+                "optimizer_rule": row.rule,
+                "fits": row.fits,
+                "train": row.work.to_json(),
+            }
+            for row in plan.modes
         ],
         "engines": [asdict(layout) for layout in plan.layouts],
         "engine": None if plan.layout is None else asdict(plan.layout),

@@ -9,6 +9,7 @@ from typing import Any
 from mtp_train.planning.hardware import Hardware
 from mtp_train.planning.memory import MODES
 from mtp_train.planning.sizes import HeadSizes, TargetSizes
+from mtp_train.planning.step import OptimizerStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,11 +166,20 @@ def precompute_work(target: TargetSizes, hardware: Hardware, assume: Assumptions
 
 
 def train_work(
-    target: TargetSizes, head: HeadSizes, hardware: Hardware, assume: Assumptions, work: Workload, *, mode: str, cache_bytes: float
+    target: TargetSizes,
+    head: HeadSizes,
+    hardware: Hardware,
+    assume: Assumptions,
+    work: Workload,
+    *,
+    mode: str,
+    optimizer: OptimizerStep,
+    cache_bytes: float,
 ) -> StageWork:
     """Six operations per weight and token (forward, and two products backward), the frozen lm_head's two products on the rows that
-    count and a third for an exact teacher; then the optimizer's passes over its state and the exchange between processes, counted
-    as if nothing overlapped; or reading the cache, where that takes longer than all of it."""
+    count and a third for an exact teacher; then the optimizer's products and passes over its state, which every process repeats
+    where it is not sharded, and the exchange between processes, all counted as if nothing overlapped; or reading the cache, where
+    that takes longer than all of it."""
     processes = 1 if mode == "single" else hardware.num_devices
     attention = 3 * target.attention_flops * head.num_layers * work.mean_length_tokens / 2
     per_token = work.draft_steps * (6 * head.weights.num_active + attention)
@@ -177,13 +187,15 @@ def train_work(
     flops = work.num_epochs * work.num_tokens * (per_token + work.answer_share * per_row)
     share, weights = MODES[mode], head.weights.total
     parts = {"compute": flops / (hardware.flops_per_s * processes * assume.train)}
-    # AdamW reads weight, gradient and two moments, and writes three of them: 28 bytes per weight in float32.
-    stepped = weights / (processes if share.optimizer[0] == 0 else 1)
-    parts["optimizer"] = work.num_steps * 28 * stepped / (hardware.memory_bytes_per_s * assume.decode_memory)
+    # Weight and gradient are read and the weight written, 4 bytes each; the state is read and written.
+    passes_s = (12 * weights + 2 * optimizer.state) / (hardware.memory_bytes_per_s * assume.decode_memory)
+    products_s = optimizer.flops / (hardware.flops_per_s * assume.train)
+    parts["optimizer"] = work.num_steps * (passes_s + products_s) / (processes if share.sharded else 1)
     if processes > 1:
         # Reduced and given out again, or gathered once more for the backward: each 4 bytes per weight, less one's own part.
         passes = 3 if share.gathers else 2
         parts["exchange"] = work.num_steps * passes * 4 * weights * (processes - 1) / processes / (hardware.link_bytes_per_s * assume.link)
+    flops += work.num_steps * optimizer.flops
     done = _slower("train", flops, parts)
     reading = work.num_epochs * cache_bytes / (hardware.disk_read_bytes_per_s * assume.disk)
     seconds = sum(parts.values())

@@ -14,6 +14,7 @@ from mtp_train.batch.packing import pack
 from mtp_train.batch.shift import loss_rows
 from mtp_train.loss.topk_kl import TopkKl
 from mtp_train.planning.hardware import Hardware
+from mtp_train.planning.step import OptimizerStep
 from mtp_train.planning.work import (
     Assumptions,
     Workload,
@@ -74,6 +75,9 @@ ALL = Assumptions(
 )
 
 
+ADAMW = OptimizerStep(state=0, working=0, flops=0.0)
+
+
 @pytest.mark.parametrize("family", ["llama", "deepseek"])
 def test_training_operations_are_those_of_a_real_heads_products(
     planned: Callable[..., Any], request: pytest.FixtureRequest, family: str
@@ -105,7 +109,7 @@ def test_training_operations_are_those_of_a_real_heads_products(
     num_rows = len(loss_rows(packed.batch, ahead=2).base_M)
     work = replace(WORK, num_tokens=num_tokens, answer_share=num_rows / num_tokens, num_epochs=1)
     free = replace(found.target, attention_flops=0)
-    formula = train_work(free, found.head, HARDWARE, ALL, work, mode="single", cache_bytes=0).flops
+    formula = train_work(free, found.head, HARDWARE, ALL, work, mode="single", optimizer=ADAMW, cache_bytes=0).flops
     assert counted == pytest.approx(formula, rel=1e-6)
 
 
@@ -122,9 +126,11 @@ def test_precompute_reads_each_token_once_or_waits_for_the_disk(planned: Callabl
 def test_training_time_by_hand(planned: Callable[..., Any]) -> None:
     found = planned("llama3_70b")
     p, steps = found.head.weights.total, WORK.num_steps
+    adamw = replace(ADAMW, state=8 * p)
     assert steps == -(-2 * 500_000_000 // (8 * 4096))
     one, eight, sharded = (
-        train_work(found.target, found.head, HARDWARE, ALL, WORK, mode=mode, cache_bytes=1e12) for mode in ("single", "ddp", "zero3")
+        train_work(found.target, found.head, HARDWARE, ALL, WORK, mode=mode, optimizer=adamw, cache_bytes=1e12)
+        for mode in ("single", "ddp", "zero3")
     )
     assert one.parts["compute"] == pytest.approx(8 * eight.parts["compute"]) and "exchange" not in one.parts
     assert eight.parts["exchange"] == pytest.approx(steps * 2 * 4 * p * 7 / 8 / 4e11)
@@ -132,7 +138,10 @@ def test_training_time_by_hand(planned: Callable[..., Any]) -> None:
     assert eight.parts["optimizer"] == pytest.approx(steps * 28 * p / 3e12)
     assert sharded.parts["optimizer"] == pytest.approx(eight.parts["optimizer"] / 8)
     assert eight.seconds == pytest.approx(sum(eight.parts[part] for part in ("compute", "optimizer", "exchange")))
-    starved = train_work(found.target, found.head, HARDWARE, ALL, WORK, mode="ddp", cache_bytes=1e15)
+    muon = OptimizerStep(state=4 * p, working=0, flops=2e14)
+    multiplied = train_work(found.target, found.head, HARDWARE, ALL, WORK, mode="ddp", optimizer=muon, cache_bytes=0)
+    assert multiplied.parts["optimizer"] == pytest.approx(steps * (20 * p / 3e12 + 2e14 / 1e15))  # each process does all of it
+    starved = train_work(found.target, found.head, HARDWARE, ALL, WORK, mode="ddp", optimizer=adamw, cache_bytes=1e15)
     assert starved.bound_by == "disk" and starved.seconds == pytest.approx(2 * 1e15 / 1e10)
 
 
