@@ -167,7 +167,8 @@ def main(cfg: DictConfig) -> None:
     from mtp_train.engine.measure import Pieces
 
     engine = _engine(cfg, target)
-    depends_on = {"head": weights, "target": target.identity(), "engine": plain(cfg.engine), "version": engine.version}
+    settings = {key: value for key, value in plain(cfg.engine).items() if key != "scratch"}  # a run that was moved is the same run
+    depends_on = {"head": weights, "target": target.identity(), "engine": settings, "version": engine.version}
     pieces = Pieces(folder=run.out / "pieces" / name, identity=depends_on | {"format": FORMAT_VERSION})
     draft = _draft_of(engine, checkpoint, target, pieces.folder / "served")
     how = _How(name=name, checkpoint=checkpoint, draft=draft, decoding=decoding)

@@ -6,6 +6,7 @@ process writes every N-th shard; so does each of num_workers commands that share
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,9 +108,10 @@ def main(cfg: DictConfig) -> None:
     missing = _missing(cfg, writer)
     num_tokens = sum(len(responses[i].token_ids) for _, ids in missing for i in ids)
     log(f"{num_tokens} tokens to read, in {len(missing)} of {writer.num_shards} shard(s)")
-    with progress(desc="precompute", unit="tok", total=num_tokens) as bar:
-        for index, sample_ids in missing:
-            writer.write_shard(index, engine.prefill([responses[i] for i in sample_ids], settings))
+    groups = ([responses[i] for i in sample_ids] for _, sample_ids in missing)
+    with progress(desc="precompute", unit="tok", total=num_tokens) as bar, closing(engine.prefill_groups(groups, settings)) as shards:
+        for (index, sample_ids), samples in zip(missing, shards, strict=False):
+            writer.write_shard(index, samples)
             bar.update(sum(len(responses[i].token_ids) for i in sample_ids))
     if cfg.num_workers is None:
         barrier()

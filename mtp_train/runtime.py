@@ -36,6 +36,19 @@ _PROVENANCE_PACKAGES = (
     "gguf",
 )
 
+# What torchrun tells its processes.
+_TORCHRUN = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
 
 def rank() -> int:
     """This process's rank, as torchrun sets it; 0 without torchrun."""
@@ -45,6 +58,18 @@ def rank() -> int:
 def world_size() -> int:
     """Number of processes, as torchrun sets it; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_place() -> tuple[int, int]:
+    """This process's rank on this machine and how many processes there are on it, as torchrun says; (0, 1) without torchrun."""
+    return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def environment_apart() -> dict[str, str]:
+    """The environment for a Python process that we start and that imports as we do, but is none of torchrun's: told that it
+    were one, it would wait for the others."""
+    kept = {key: value for key, value in os.environ.items() if key not in _TORCHRUN and not key.startswith("TORCHELASTIC")}
+    return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def is_main() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -127,6 +127,15 @@ class Engine(ABC):
     def prefill(self, responses: Iterable[Response], settings: PrefillSettings) -> Iterator[Sample]:
         """Run the target over whole responses and yield each one's hidden states (post-norm) and teacher, in order."""
 
+    def prefill_groups(self, groups: Iterable[Sequence[Response]], settings: PrefillSettings) -> Generator[Iterator[Sample]]:
+        """``prefill`` for group after group; each is to be read to its end before the next is asked for.
+
+        What is computed for a group does not depend on the others, so that a run that ended between two and is continued
+        gives the same. An engine that takes long to start starts once for all (vllm); close the generator to end it.
+        """
+        for group in groups:
+            yield self.prefill(group, settings)
+
     @abstractmethod
     def speculate(self, requests: Sequence[SpeculateRequest], draft: Path | None, settings: SpeculateSettings) -> Acceptance:
         """Decode with drafts and count what is accepted. ``draft``: a checkpoint for ``hf``, a served folder for the rest; None
@@ -139,6 +148,10 @@ class Engine(ABC):
     def logit_gap(self, token_ids: Sequence[int]) -> float:
         """The distance of the two best logits for the token that follows ``token_ids``, float32: how near a greedy choice was."""
         raise NotImplementedError(f"engine={self.word} does not give logits; engine=hf does")
+
+    def logit_gaps(self, prefixes: Sequence[Sequence[int]]) -> list[float]:
+        """``logit_gap`` of several."""
+        return [self.logit_gap(token_ids) for token_ids in prefixes]
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +22,17 @@ from mtp_train.engine.base import (
     SpeculateSettings,
 )
 from mtp_train.engine.stop import stop_token_ids
-from mtp_train.engine.vllm_prefill import prefill
+from mtp_train.engine.vllm_prefill import prefill_groups
 from mtp_train.engine.vllm_process import VllmPool
 from mtp_train.engine.vllm_settings import VllmSettings
 from mtp_train.engine.vllm_speculate import acceptance
 from mtp_train.engine.vllm_trace import DraftRows, read_trace
 from mtp_train.exporter.served import read_served
 from mtp_train.records import Acceptance, Response, Sample
+from mtp_train.runtime import progress
+
+# Forwards that a process reads as one batch in ``prefill``: only the last is not full.
+_FORWARDS_PER_BATCH = 4
 
 
 class VllmEngine(Engine):
@@ -132,18 +138,47 @@ class VllmEngine(Engine):
         ]
         with self._pool(self.settings.llm(drawn=sampling.temperature > 0), copies=self.settings.data_parallel_size) as pool:
             self._described = pool.description
-            for answer in pool.run(messages, max_in_flight=2 * self.settings.batch_size, max_in_flight_tokens=None):
+            for answer in pool.run(messages, max_in_flight=2 * self.settings.batch_size):
                 yield Generated(
                     request_id=answer["request_id"], token_ids=tuple(answer["token_ids"]), finish_reason=_reason(answer["finish_reason"])
                 )
 
     def prefill(self, responses: Iterable[Response], settings: PrefillSettings) -> Iterator[Sample]:
+        with closing(self.prefill_groups([list(responses)], settings)) as groups:
+            for samples in groups:
+                yield from samples
+
+    def prefill_groups(self, groups: Iterable[Sequence[Response]], settings: PrefillSettings) -> Generator[Iterator[Sample]]:
+        checked = self._checked(groups)
+        first = next(checked, None)  # before anything is started
+        if first is None:
+            return
+        with self.prefill_pool(settings) as pool:
+            yield from prefill_groups(pool, chain([first], checked), settings, batch_tokens=self.batch_tokens)
+
+    def _checked(self, groups: Iterable[Sequence[Response]]) -> Iterator[Sequence[Response]]:
+        longest = self.settings.longest_tokens
+        for group in groups:
+            for response in group:
+                if not 1 <= len(response.token_ids) <= longest:
+                    raise ValueError(
+                        f"response {response.prompt_id}: expected 1 to {longest} tokens (the longest that the target, or "
+                        f"engine.max_length_tokens, allows), found {len(response.token_ids)}"
+                    )
+            yield group
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens that a process reads as one batch in ``prefill``."""
+        return _FORWARDS_PER_BATCH * self.settings.max_prefill_tokens
+
+    @contextmanager
+    def prefill_pool(self, settings: PrefillSettings) -> Iterator[VllmPool]:
+        """The processes of one ``prefill``, for whoever prefills several times."""
         llm = self.settings.prefill_llm(taps=bool(settings.target_layer_ids))
         with self._pool(llm, copies=self.settings.data_parallel_size, target_layer_ids=settings.target_layer_ids) as pool:
             self._described = pool.description
-            yield from prefill(
-                pool, responses, settings, max_in_flight=self.settings.batch_size, max_prefill_tokens=self.settings.max_prefill_tokens
-            )
+            yield pool
 
     def _decode(
         self, requests: Sequence[SpeculateRequest], settings: SpeculateSettings, llm: Mapping[str, Any], *, tap_draft: bool = False
@@ -163,7 +198,10 @@ class VllmEngine(Engine):
         with self._pool(llm, copies=1, tap_draft=tap_draft) as pool:
             self._described = pool.description
             started = time.perf_counter()
-            answers = list(pool.run(messages, max_in_flight=2 * settings.batch_size, max_in_flight_tokens=None))
+            what = f"decode with{'' if 'speculative_config' in llm else 'out'} drafts, {self.dtype}"
+            running = pool.run(messages, max_in_flight=2 * settings.batch_size)
+            with progress(running, desc=what, unit="prompt", total=len(messages)) as bar:
+                answers = list(bar)
             wall_s = time.perf_counter() - started
             rows: list[DraftRows] = []
             if tap_draft:
@@ -210,20 +248,28 @@ class VllmEngine(Engine):
         return Baseline(token_ids={request.prompt_id: found[request.prompt_id] for request in requests}, wall_s=decoded.wall_s)
 
     def logit_gap(self, token_ids: Sequence[int]) -> float:
-        """Starts a process for the one question; the token behind, which vLLM's prefill wants, does not matter to it."""
-        asked = Response(
-            prompt_id="gap",
-            token_ids=(*token_ids, token_ids[-1]),
-            loss_mask=(*[False] * len(token_ids), True),
-            messages=(),
-            finish_reason="given",
-            category="",
-            source="",
-        )
-        teacher = next(iter(self.prefill([asked], PrefillSettings(target_layer_ids=(), top_k=2)))).teacher
-        assert teacher is not None
-        best, second = teacher.log_probs_MC[-1].tolist()
-        return best - second
+        return self.logit_gaps([token_ids])[0]
+
+    def logit_gaps(self, prefixes: Sequence[Sequence[int]]) -> list[float]:
+        """In one process for all. vLLM's prefill wants a token behind each, which does not matter to it."""
+        asked = [
+            Response(
+                prompt_id=str(number),
+                token_ids=(*token_ids, token_ids[-1]),
+                loss_mask=(*[False] * len(token_ids), True),
+                messages=(),
+                finish_reason="given",
+                category="",
+                source="",
+            )
+            for number, token_ids in enumerate(prefixes)
+        ]
+        gaps = []
+        for sample in self.prefill(asked, PrefillSettings(target_layer_ids=(), top_k=2)) if asked else ():
+            assert sample.teacher is not None
+            best, second = sample.teacher.log_probs_MC[-1].tolist()
+            gaps.append(best - second)
+        return gaps
 
     def describe(self) -> dict[str, Any]:
         """What a report must say; device and attention kernels are known once something has run."""

@@ -61,27 +61,33 @@ class TargetTap:
         if not isinstance(output, torch.Tensor):
             raise RuntimeError(f"expected the target's forward to return its post-norm hidden state, found {type(output).__name__}")
         bounds = self.runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
-        taps_TLD = torch.stack([self._layer_TD[i] for i in self.target_layer_ids], dim=1) if self.target_layer_ids else None
+        # The whole forward's rows at once: on a GPU each way to the host waits for all work in flight.
+        rows_T = slice(0, bounds[-1])
+        ids_T = kwargs["input_ids"][rows_T].to("cpu", torch.int64)
+        position_T = kwargs["positions"][rows_T].to("cpu", torch.int64)
+        hidden_TD = output[rows_T].to("cpu")
+        taps_TLD = (
+            torch.stack([self._layer_TD[i][rows_T] for i in self.target_layer_ids], dim=1).to("cpu") if self.target_layer_ids else None
+        )
         for index, request_id in enumerate(batch.req_ids[: batch.num_reqs]):
             rows = slice(bounds[index], bounds[index + 1])
-            self._file(
-                request_id, kwargs["input_ids"][rows], kwargs["positions"][rows], output[rows], None if taps_TLD is None else taps_TLD[rows]
-            )
+            self._file(request_id, ids_T[rows], position_T[rows], hidden_TD[rows], None if taps_TLD is None else taps_TLD[rows])
 
-    def _file(self, request_id: str, ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, taps: torch.Tensor | None) -> None:
+    def _file(
+        self, request_id: str, ids_R: torch.Tensor, position_R: torch.Tensor, hidden_RD: torch.Tensor, taps_RLD: torch.Tensor | None
+    ) -> None:
         if request_id not in self.kept:
             num_tokens = self.runner.requests[request_id].num_prompt_tokens
             self.kept[request_id] = _Kept(
-                num_tokens=num_tokens, num_taps=len(self.target_layer_ids), size=hidden.shape[-1], dtype=hidden.dtype
+                num_tokens=num_tokens, num_taps=len(self.target_layer_ids), size=hidden_RD.shape[-1], dtype=hidden_RD.dtype
             )
         kept = self.kept[request_id]
-        at = positions.to("cpu")
-        inside = at < len(kept.times_T)  # a preempted request may come back with its answer's first token behind the prompt
-        at = at[inside]
-        kept.token_ids_T[at] = ids.to("cpu", torch.int64)[inside]
-        kept.hidden_TD[at] = hidden.to("cpu")[inside]
-        if taps is not None:
-            kept.taps_TLD[at] = taps.to("cpu")[inside]
+        inside = position_R < len(kept.times_T)  # a preempted request may come back with its answer's first token behind the prompt
+        at = position_R[inside]
+        kept.token_ids_T[at] = ids_R[inside]
+        kept.hidden_TD[at] = hidden_RD[inside]
+        if taps_RLD is not None:
+            kept.taps_TLD[at] = taps_RLD[inside]
         kept.times_T[at] += 1
 
     def take(self, request_id: str) -> _Kept:
@@ -159,6 +165,8 @@ class VllmProbe:
 
     def mtp_train_tap_target(self, target_layer_ids: list[int]) -> None:
         """Start to keep the target's hidden states; ids as in DESIGN.md: ``i`` is the output of decoder layer ``i``."""
+        if self.model_runner.cache_config.enable_prefix_caching:
+            raise RuntimeError("expected prefix caching off, found it on: positions whose keys are cached would have no hidden state")
         layers = len(self.model_runner.model.model.layers)
         if not all(0 <= i < layers for i in target_layer_ids):
             raise ValueError(f"target_layer_ids: expected ids from 0 to {layers - 1}, found {target_layer_ids}")

@@ -1,26 +1,31 @@
-"""Our side of the vLLM processes: starts them, keeps a bounded number of requests inside, hands out answers as they come."""
+"""Our side of the vLLM processes: starts them, keeps a bounded number of requests inside, hands out answers as they come.
+
+A process ends when its stdin does, so that none outlives us, however we end; what they leave in files goes with us too
+(``scratch.py``).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
 import subprocess
 import sys
-import tempfile
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
-from mtp_train.runtime import atomic_write_json
+from mtp_train.engine.scratch import ScratchFolder
+from mtp_train.runtime import atomic_write_json, environment_apart
 
 # Lines of the process's stderr that an error shows.
 _SHOWN_LOG_LINES = 25
 _STOP_TIMEOUT_S = 30.0
 _Inbox = queue.SimpleQueue[tuple[int, dict[str, Any] | None]]
+Message = Mapping[str, Any]
 
 
 class _Worker:
@@ -38,7 +43,7 @@ class _Worker:
             stderr=self._log,
             text=True,
             encoding="utf-8",
-            env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env={**environment_apart(), **environment},
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -49,7 +54,7 @@ class _Worker:
             self._inbox.put((self.index, json.loads(line)))
         self._inbox.put((self.index, None))
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Message) -> None:
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(message) + "\n")
@@ -67,11 +72,9 @@ class _Worker:
         )
 
     def close(self) -> None:
-        """End the process: kindly where it has nothing left to do, else at once."""
+        """End the process: it leaves when its stdin ends, whatever it has inside."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        if self.process.poll() is None and self.inside:
-            self.process.terminate()
-        with contextlib.suppress(BrokenPipeError):  # it may have gone already: then there is nothing to tell it
+        with contextlib.suppress(BrokenPipeError):  # it may have gone already: then there is nobody to tell
             self.process.stdin.close()
         try:
             self.process.wait(_STOP_TIMEOUT_S)
@@ -81,6 +84,13 @@ class _Worker:
         self._reader.join(_STOP_TIMEOUT_S)
         self.process.stdout.close()
         self._log.close()
+
+
+class _Batch(NamedTuple):
+    """Requests inside one process that nobody has read all answers of; ``unread`` are their ids, in order."""
+
+    worker: _Worker
+    unread: deque[str]
 
 
 class VllmPool:
@@ -100,8 +110,8 @@ class VllmPool:
         tap_draft: bool,
         scratch: Path | None,
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="mtp-train-vllm-", dir=scratch)
-        self.folder = Path(self._folder.name)
+        self._folder = ScratchFolder(parent=scratch)
+        self.folder = self._folder.path
         spec = self.folder / "spec.json"
         layers = None if target_layer_ids is None else list(target_layer_ids)
         atomic_write_json(spec, {"llm": dict(llm), "target_layer_ids": layers, "tap_draft": tap_draft})
@@ -111,6 +121,11 @@ class VllmPool:
             for index, environment in enumerate(environments)
         ]
         self.description: dict[str, Any] = {}
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes' ids."""
+        return [worker.process.pid for worker in self._workers]
 
     def __enter__(self) -> VllmPool:
         try:
@@ -128,7 +143,7 @@ class VllmPool:
         """End all processes and remove the folder."""
         for worker in self._workers:
             worker.close()
-        self._folder.cleanup()
+        self._folder.close()
 
     def _receive(self, kind: str) -> dict[str, Any]:
         """Wait for the next message, which must be of this kind. ValueError with the end of the log where a process has gone."""
@@ -139,32 +154,59 @@ class VllmPool:
         self._workers[index].inside.pop(message.get("request_id", ""), None)
         return message
 
-    def ask(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def ask(self, message: Message) -> list[dict[str, Any]]:
         """Send a message to every process while nothing else is inside, and return their answers."""
         for worker in self._workers:
             assert not worker.inside, "asked while requests are inside"
             worker.send(message)
         return [self._receive(message["kind"]) for _ in self._workers]
 
-    def run(
-        self, requests: Iterable[Mapping[str, Any]], *, max_in_flight: int, max_in_flight_tokens: int | None
-    ) -> Iterator[dict[str, Any]]:
+    def _enter(self, worker: _Worker, requests: Sequence[Message], *, apart: bool) -> None:
+        for request in requests:
+            assert all(request["request_id"] not in other.inside for other in self._workers), request["request_id"]
+            worker.inside[request["request_id"]] = len(request["token_ids"])
+        worker.send({"kind": "requests", "apart": apart, "requests": [dict(request) for request in requests]})
+
+    def run(self, requests: Iterable[Message], *, max_in_flight: int) -> Iterator[dict[str, Any]]:
         """Answer all requests, each as it finishes.
 
-        At most ``max_in_flight`` requests, and as many of their tokens (None: no limit), are inside each process at
-        once, so that neither side holds more than that; requests are drawn from the iterable only as room comes.
+        At most ``max_in_flight`` are inside each process at once; requests are drawn from the iterable only as room comes.
         """
         source = iter(requests)
         following = next(source, None)
         while following is not None or any(worker.inside for worker in self._workers):
             while following is not None:
                 worker = min(self._workers, key=lambda worker: sum(worker.inside.values()))
-                size = len(following["token_ids"])
-                full = max_in_flight_tokens is not None and sum(worker.inside.values()) + size > max_in_flight_tokens
-                if worker.inside and (full or len(worker.inside) >= max_in_flight):
+                if len(worker.inside) >= max_in_flight:
                     break
-                assert all(following["request_id"] not in other.inside for other in self._workers), following["request_id"]
-                worker.inside[following["request_id"]] = size
-                worker.send({"kind": "request", **following})
+                self._enter(worker, [following], apart=False)
                 following = next(source, None)
             yield self._receive("answer")
+
+    def run_apart(self, batches: Iterable[Sequence[Message]], *, max_batches: int) -> Iterator[dict[str, Any]]:
+        """Answer batch after batch, in the order of the requests.
+
+        Each batch is run by one process, which reads it whole before it begins and takes in nothing else until it is done:
+        so its forwards, and the last bits of what they compute, depend on the batch alone. At most ``max_batches`` per
+        process are inside or have answers that were not read; batches are drawn from the iterable only as room comes.
+        """
+        source = iter(batches)
+        following = next(source, None)
+        held: deque[_Batch] = deque()
+        found: dict[str, dict[str, Any]] = {}
+        while following is not None or held:
+            while following is not None:
+                loads = [sum(batch.worker is worker for batch in held) for worker in self._workers]
+                if min(loads) >= max_batches:
+                    break
+                worker = self._workers[loads.index(min(loads))]
+                held.append(_Batch(worker, deque(request["request_id"] for request in following)))
+                self._enter(worker, following, apart=True)
+                following = next(source, None)
+            unread = held[0].unread
+            while unread:
+                while unread[0] not in found:
+                    answer = self._receive("answer")
+                    found[answer["request_id"]] = answer
+                yield found.pop(unread.popleft())
+            held.popleft()

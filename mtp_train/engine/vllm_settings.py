@@ -10,7 +10,7 @@ from typing import Any
 
 from mtp_train.engine.base import SpeculateSettings
 from mtp_train.exporter.served import Served
-from mtp_train.runtime import read_json
+from mtp_train.runtime import local_place, read_json
 
 PROBE = "mtp_train.engine.vllm_probe.VllmProbe"
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -76,20 +76,23 @@ class VllmSettings:
         }
         if probe:
             found["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        # torchrun's processes on this machine each have copies of their own.
+        local_rank, num_local = local_place()
+        place, num_copies = local_rank * self.data_parallel_size + index, num_local * self.data_parallel_size
         if torch.cuda.is_available():
-            if self.data_parallel_size > 1:
-                first = index * self.tensor_parallel_size
+            if num_copies > 1:
+                first = place * self.tensor_parallel_size
                 visible = os.environ.get("CUDA_VISIBLE_DEVICES")
                 devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
                 own = devices[first : first + self.tensor_parallel_size]
                 if len(own) < self.tensor_parallel_size:
                     raise ValueError(
-                        f"engine: expected {self.data_parallel_size * self.tensor_parallel_size} devices (data_parallel_size x "
+                        f"engine: expected {num_copies * self.tensor_parallel_size} devices (processes here x data_parallel_size x "
                         f"tensor_parallel_size), found {len(devices)}"
                     )
                 found["CUDA_VISIBLE_DEVICES"] = ",".join(own)
         else:
-            threads = self.cpu_threads or max(1, len(os.sched_getaffinity(0)) // self.data_parallel_size)
+            threads = self.cpu_threads or max(1, len(os.sched_getaffinity(0)) // num_copies)
             found |= {
                 "OMP_NUM_THREADS": str(threads),
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",

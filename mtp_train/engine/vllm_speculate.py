@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mtp_train.acceptance.tally import Tally
 from mtp_train.engine.base import SpeculateRequest, SpeculateSettings
+from mtp_train.exporter.served import Served, write_served
 from mtp_train.records import Acceptance, PromptAcceptance
 
 
@@ -40,8 +42,42 @@ def acceptance(
         engine_version=engine_version,
         dtype=dtype,
         wall_s=wall_s,
-        notes={**notes, "counters": dict(counters)},
+        notes={
+            "refresh": settings.refresh,
+            "batch_size": settings.batch_size,
+            "top_p": settings.sampling.top_p,
+            "seed": settings.sampling.seed,
+            "max_new_tokens": settings.sampling.max_new_tokens,
+            "ignore_eos": settings.ignore_eos,
+            **notes,
+            "counters": dict(counters),
+        },
     )
+
+
+def serve_prompt_lookup(folder: Path, *, target_path: Path, shortest_match: int, longest_match: int) -> Path:
+    """Write the served folder of a scheme that has no weights: vLLM's ngram, which drafts what followed the last place where
+    the text's last ``shortest_match`` to ``longest_match`` tokens stood before. Returns the folder, for ``speculate``."""
+    config = {"method": "ngram", "prompt_lookup_min": shortest_match, "prompt_lookup_max": longest_match}
+    return _serve(folder, target_path, config)
+
+
+def serve_draft_model(folder: Path, *, target_path: Path, model_path: Path) -> Path:
+    """Write the served folder of a whole small model as the draft; its token ids must be the target's."""
+    return _serve(folder, target_path, {"method": "draft_model", "model": str(model_path)})
+
+
+def _serve(folder: Path, target_path: Path, speculative_config: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    served = Served(
+        class_name=speculative_config["method"],
+        speculative_config=speculative_config,
+        hf_overrides=None,
+        plugin=None,
+        target_path=str(target_path),
+    )
+    write_served(folder, served)
+    return folder
 
 
 def prompt_acceptance(request: SpeculateRequest, answer: Mapping[str, Any], settings: SpeculateSettings) -> PromptAcceptance:

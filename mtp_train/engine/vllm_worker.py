@@ -2,7 +2,8 @@
 
 ``python -m mtp_train.engine.vllm_worker SPEC.json``; only ``engine/vllm_process.py`` starts it. vLLM cannot be taken
 down cleanly inside a living process, so each engine gets one of its own, and what it prints goes to stderr. Requests
-join the running batch as they come, and each is answered as it finishes.
+join the running batch as they come, and each is answered as it finishes; those sent apart are a batch of their own. The
+end of stdin ends the process at once: whoever started it has gone, or has no more use for it.
 """
 
 from __future__ import annotations
@@ -17,29 +18,45 @@ from typing import Any, TextIO
 
 from mtp_train.runtime import read_json
 
+_Inbox = queue.SimpleQueue[dict[str, Any]]
 
-def _own_stdout() -> TextIO:
-    """The real stdout as our channel; everything else that writes to stdout is sent to stderr."""
-    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+
+def _own_pipes() -> tuple[TextIO, TextIO]:
+    """The real stdin and stdout as our channels; whatever else reads finds nothing, and what it writes to stdout is sent to stderr.
+
+    A thread of ours always waits in a read, so that it must not be Python's own stdin: a forked child closes that, and would
+    wait for the thread's lock.
+    """
+    commands, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     os.dup2(2, 1)
-    return channel
+    return commands, answers
+
+
+def _listen(commands: TextIO, inbox: _Inbox) -> None:
+    """Read commands until they end, and end the process then. vLLM's shutdown handlers are left out: they can hang or complain."""
+    for line in commands:
+        inbox.put(json.loads(line))
+    sys.stderr.flush()
+    os._exit(0)
 
 
 class _Server:
     """One vLLM engine and its two pipes."""
 
-    def __init__(self, spec: dict[str, Any], channel: TextIO) -> None:
+    def __init__(self, spec: dict[str, Any], *, inbox: _Inbox, channel: TextIO) -> None:
         from vllm import LLM
 
         from mtp_train.engine.vllm_plugin import register
 
         register()  # what vLLM's plugin loader does in processes of its own, for a checkout that isn't installed
-        self.channel = channel
+        self.inbox, self.channel = inbox, channel
         self.llm = LLM(**spec["llm"])
         self.engine = self.llm.llm_engine
         self.waiting: dict[str, dict[str, Any]] = {}
         self.written: dict[str, list[list[int]]] = {}
-        self.inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         if spec["target_layer_ids"] is not None:
             self._call("mtp_train_tap_target", spec["target_layer_ids"])
         if spec["tap_draft"]:
@@ -54,46 +71,41 @@ class _Server:
         self.channel.write(json.dumps(message) + "\n")
         self.channel.flush()
 
-    def listen(self) -> None:
-        """Read stdin until it ends; None is the end."""
-        for line in sys.stdin:
-            self.inbox.put(json.loads(line))
-        self.inbox.put(None)
-
     def serve(self) -> None:
-        """Run until stdin has ended and all is answered."""
-        threading.Thread(target=self.listen, daemon=True).start()
-        open_ended = True
-        while open_ended or self.waiting:
-            while open_ended and (not self.waiting or not self.inbox.empty()):
-                message = self.inbox.get()
-                if message is None:
-                    open_ended = False
-                else:
-                    self._receive(message)
-            if self.waiting:
-                for output in self.engine.step():
-                    self.written.setdefault(output.request_id, []).append(list(output.outputs[0].token_ids))
-                    if output.finished:
-                        self._answer(output)
+        """Answer what comes, until stdin ends."""
+        while True:
+            while not self.waiting or not self.inbox.empty():
+                self._receive(self.inbox.get())
+            self._step()
+
+    def _step(self) -> None:
+        for output in self.engine.step():
+            self.written.setdefault(output.request_id, []).append(list(output.outputs[0].token_ids))
+            if output.finished:
+                self._answer(output)
 
     def _receive(self, message: dict[str, Any]) -> None:
         if message["kind"] == "take_draft":
             self._call("mtp_train_take_draft", message["path"])
             self.send({"kind": "take_draft", "path": message["path"]})
-            return
-        if message["kind"] == "counters":
+        elif message["kind"] == "counters":
             self.send({"kind": "counters", **self._counters()})
-            return
+        else:
+            assert message["kind"] == "requests", message["kind"]
+            for request in message["requests"]:
+                self._enter(request)
+            while message["apart"] and self.waiting:
+                self._step()
+
+    def _enter(self, request: dict[str, Any]) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        assert message["kind"] == "request", message["kind"]
-        self.waiting[message["request_id"]] = message
+        self.waiting[request["request_id"]] = request
         # Step by step where it is counted what each step emitted; else vLLM need not build outputs that nobody reads.
-        kind = RequestOutputKind.DELTA if message["by_step"] else RequestOutputKind.FINAL_ONLY
-        params = SamplingParams(detokenize=False, output_kind=kind, **message["sampling"])
-        self.engine.add_request(message["request_id"], {"prompt_token_ids": message["token_ids"]}, params)
+        kind = RequestOutputKind.DELTA if request["by_step"] else RequestOutputKind.FINAL_ONLY
+        params = SamplingParams(detokenize=False, output_kind=kind, **request["sampling"])
+        self.engine.add_request(request["request_id"], {"prompt_token_ids": request["token_ids"]}, params)
 
     def _answer(self, output: Any) -> None:
         request = self.waiting.pop(output.request_id)
@@ -130,13 +142,10 @@ class _Server:
 
 def main() -> None:
     """Start the engine and serve until stdin ends."""
-    channel = _own_stdout()
-    server = _Server(read_json(Path(sys.argv[1])), channel)
-    server.serve()
-    channel.close()
-    sys.stderr.flush()
-    # vLLM's shutdown handlers can hang or complain after all work is done and delivered; nothing of ours is left to do.
-    os._exit(0)
+    commands, answers = _own_pipes()
+    inbox: _Inbox = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(commands, inbox), daemon=True).start()  # before vLLM is: we may be left while it starts
+    _Server(read_json(Path(sys.argv[1])), inbox=inbox, channel=answers).serve()
 
 
 if __name__ == "__main__":

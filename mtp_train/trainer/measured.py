@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -11,20 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mtp_train.acceptance.report_data import Measurement, part_from_json
-from mtp_train.runtime import log, read_json
+from mtp_train.runtime import environment_apart, log, read_json
 
-# What torchrun tells its processes; the measuring process is none of them, and would wait for the others.
-_TORCHRUN = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 _SHOWN_LOG_CHARACTERS = 400
 _NAME = "training"
 
@@ -76,8 +63,7 @@ class MeasuredAcceptance:
 
     def _evaluate(self, folder: Path) -> Measurement:
         out, words = folder / "report", self.command(folder)
-        environment = {key: value for key, value in os.environ.items() if key not in _TORCHRUN and not key.startswith("TORCHELASTIC")}
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        environment = environment_apart()
         if self._settings.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self._settings.devices
         with open(folder / "log.txt", "wb") as stream:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+# Tests are imported by path (importmode=importlib), so a module beside them has to be loaded by hand, once.
+_NAME = "vllm_for_tests"
+if _NAME not in sys.modules:
+    _spec = importlib.util.spec_from_file_location(_NAME, Path(__file__).with_name(f"{_NAME}.py"))
+    assert _spec is not None and _spec.loader is not None
+    sys.modules[_NAME] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules[_NAME])
 
 V, D = 160, 48
 LAYERS = 0.01
@@ -133,3 +143,15 @@ def leaning_head():
         return load
 
     return make
+
+
+@pytest.fixture(scope="session")
+def vllm_target(tmp_path_factory) -> Path:
+    return sys.modules[_NAME].write_cyclic_llama(tmp_path_factory.mktemp("vllm") / "llama")
+
+
+@pytest.fixture(scope="session")
+def vllm_hf(vllm_target):
+    """The reference over that target; it decodes with the head that has all norms."""
+    head = sys.modules[_NAME].normed_head
+    return sys.modules[_NAME].make_hf(vllm_target, load_head=lambda path, shared: head(vllm_target))

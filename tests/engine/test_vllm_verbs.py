@@ -1,0 +1,177 @@
+"""regenerate and precompute with engine=vllm through the command line: results, kill -9 and a full disk midway, nothing left over."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import vllm_for_tests as own
+from safetensors.torch import load_file
+
+pytestmark = [*own.NEEDS_VLLM, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).resolve().parents[2]
+ENGINE = ["dtype=float32", "batch_size=4", "enforce_eager=true", "cpu_kv_cache_gib=1", "cpu_threads=1", "max_prefill_tokens=96"]
+STAGES = {"regenerate": ["sampling.max_new_tokens=12"], "precompute": ["codec=float32", "top_k=8", "shard_tokens=128"]}
+# Runs a stage; at the n-th call of a method it kills itself, or may from then on write no file longer than some bytes: the
+# shard does not fit, as on a full disk.
+AT_CALL = """
+import json, os, resource, runpy, signal, sys
+job = json.loads(sys.argv[1])
+module, _, path = job["where"].partition(":")
+owner, _, method = path.partition(".")
+found = getattr(__import__(module, fromlist=["_"]), owner)
+plain, calls = getattr(found, method), []
+def counted(*words, **named):
+    calls.append(1)
+    if len(calls) == job["number"] and job["most_bytes"] is None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if len(calls) == job["number"]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (job["most_bytes"],) * 2)
+    return plain(*words, **named)
+setattr(found, method, counted)
+sys.argv = ["stage", *job["words"]]
+runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
+"""
+
+
+class Run:
+    """One run folder, driven as a user drives it."""
+
+    def __init__(self, folder: Path, target: Path) -> None:
+        self.folder, self.target = folder, target
+        folder.mkdir(parents=True)
+        self.prompts = folder / "prompts.jsonl"
+        words = ["red", "green", "blue", "one", "two", "three", "four", "five", "six", "seven"]
+        rows = [{"prompt": f"{words[i % 10]} {words[(3 * i) % 10]} {i}?"} for i in range(20)]
+        self.prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    def words(self, stage: str, engine: str) -> list[str]:
+        settings = ENGINE if engine == "vllm" else ENGINE[:2]
+        target = ["target=local", f"target.path={self.target}", "target.name=tiny", f"run={self.folder}"]
+        return [
+            *target,
+            "prompt=file",
+            f"prompt.source=[{self.prompts}]",
+            f"engine={engine}",
+            *(f"engine.{s}" for s in settings),
+            *STAGES[stage],
+        ]
+
+    def _start(self, *command: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
+
+    def ok(self, stage: str, engine: str = "vllm") -> str:
+        done = self._start("-m", f"mtp_train.{stage}", *self.words(stage, engine))
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stderr
+
+    def at_call(self, stage: str, where: str, number: int, *, most_bytes: int | None = None) -> subprocess.CompletedProcess[str]:
+        """Run a stage until the ``number``-th call of ``where``, and kill it there, or let no longer file be written from there on."""
+        job = {"module": f"mtp_train.{stage}", "where": where, "number": number, "most_bytes": most_bytes}
+        return self._start("-c", AT_CALL, json.dumps({**job, "words": self.words(stage, "vllm")}))
+
+    def responses(self) -> dict[str, tuple[list[int], list[int], str]]:
+        rows = [json.loads(line) for line in (self.folder / "responses" / "responses.jsonl").read_text().splitlines()]
+        assert len({row["prompt_id"] for row in rows}) == len(rows), "a prompt is answered once"
+        return {row["prompt_id"]: (row["token_ids"], row["loss_mask"], row["finish_reason"]) for row in rows}
+
+    def shards(self) -> dict[str, bytes]:
+        return {file.name: file.read_bytes() for file in sorted((self.folder / "cache").glob("shard-*"))}
+
+    def cache_bytes(self) -> dict[str, bytes]:
+        """All that a reader reads; the commit is the only word in the manifest that may differ."""
+        manifest = (self.folder / "cache" / "manifest.json").read_bytes()
+        return self.shards() | {"manifest.json": re.sub(rb'"git_commit": [^,]*', b"", manifest)}
+
+    def left_over(self, stage: str) -> list[str]:
+        return [path.name for path in (self.folder / {"regenerate": "responses", "precompute": "cache"}[stage]).glob(".*")]
+
+    def wait_for_processes_to_end(self) -> None:
+        """vLLM's processes know the folder by its name on their command line, their children by their parents."""
+        deadline = time.monotonic() + 30
+        while (found := _processes_of(self.folder)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not found, f"still running: {found}"
+
+
+def _processes_of(folder: Path) -> dict[int, str]:
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if str(folder) in line:
+            found[int(path.parent.name)] = line
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, served_llama: Path) -> Run:
+    """A run whose answers engine=hf wrote, and whose cache vLLM wrote from them without an interruption."""
+    run = Run(tmp_path_factory.mktemp("reference") / "run", served_llama)
+    run.ok("regenerate", "hf")
+    run.ok("precompute")
+    return run
+
+
+def test_regenerate_killed_and_continued_writes_the_same_answers(reference: Run, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", reference.target)
+    done = run.at_call("regenerate", "mtp_train.prompt.responses:ResponseWriter.write", 8)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    run.wait_for_processes_to_end()
+    assert len(run.responses()) == 7 and len(run.left_over("regenerate")) == 1
+    assert "7 of 20 answers are there already" in run.ok("regenerate")
+    assert run.responses() == reference.responses()
+    assert run.left_over("regenerate") == []
+
+
+def test_precompute_killed_and_out_of_room_writes_the_same_cache(reference: Run, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", reference.target)
+    (run.folder / "responses").symlink_to(reference.folder / "responses")
+    expected = reference.cache_bytes()
+    shards = [name for name in expected if name.endswith(".safetensors")]
+    assert len(shards) >= 6
+
+    done = run.at_call("precompute", "mtp_train.cache.writer:CacheWriter.write_shard", 3)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    run.wait_for_processes_to_end()
+    first = run.shards()
+    assert sorted(first) == sorted(name for shard in shards[:2] for name in (shard, shard.replace(".safetensors", ".json")))
+    assert len(run.left_over("precompute")) == 1
+
+    done = run.at_call("precompute", "mtp_train.cache.writer:CacheWriter.write_shard", 2, most_bytes=4096)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr[-3000:]
+    assert "File too large" in done.stderr and "then run the same command again" in done.stderr
+    run.wait_for_processes_to_end()
+    assert len(run.shards()) == len(first) + 2 and run.left_over("precompute") == []
+
+    assert f"in {len(shards) - 3} of {len(shards)} shard(s)" in run.ok("precompute")
+    assert run.cache_bytes() == expected
+    assert run.left_over("precompute") == []
+
+
+def test_the_cache_is_the_reference_engine_s(reference: Run, tmp_path: Path) -> None:
+    """Every number of the cache against engine=hf, to float32's rounding."""
+    run = Run(tmp_path / "run", reference.target)
+    (run.folder / "responses").symlink_to(reference.folder / "responses")
+    run.ok("precompute", "hf")
+    assert sorted(run.shards()) == sorted(reference.shards())
+    for name in run.shards():
+        if not name.endswith(".safetensors"):
+            continue
+        ours, theirs = (load_file(side.folder / "cache" / name) for side in (run, reference))
+        assert set(ours) == set(theirs)
+        for key, tensor in ours.items():
+            gap = (tensor.double() - theirs[key].double()).abs().max()
+            # Log-probabilities are kept in float16: one step of it at their size.
+            assert gap <= (0.01 if key == "teacher.log_probs" else 1e-4), (name, key, gap)
