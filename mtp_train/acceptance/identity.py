@@ -42,6 +42,18 @@ class Identity:
         return all(difference.is_tie for difference in self.differences)
 
 
+def parting(*, plain: Mapping[str, Sequence[int]], speculated: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Of each answer that differs, the first index at which it does (an answer that has ended differs from one that goes on)."""
+    found = {}
+    for prompt_id, ours in plain.items():
+        theirs = speculated[prompt_id]
+        length = max(len(ours), len(theirs))
+        index = next((i for i in range(length) if tuple(ours[i : i + 1]) != tuple(theirs[i : i + 1])), None)
+        if index is not None:
+            found[prompt_id] = index
+    return found
+
+
 def compare(
     *,
     prompts: Mapping[str, Sequence[int]],
@@ -59,11 +71,10 @@ def compare(
             f"{len(set(plain) ^ set(speculated))} of them in one only"
         )
     differences, num_tokens = [], 0
+    parted = parting(plain=plain, speculated=speculated)
     for prompt_id, ours in plain.items():
-        theirs = speculated[prompt_id]
-        length = max(len(ours), len(theirs))
-        index = next((i for i in range(length) if tuple(ours[i : i + 1]) != tuple(theirs[i : i + 1])), None)
-        num_tokens += length if index is None else index + 1
+        theirs, index = speculated[prompt_id], parted.get(prompt_id)
+        num_tokens += len(ours) if index is None else index + 1
         if index is not None:
             differences.append(
                 Difference(

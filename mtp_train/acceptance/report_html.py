@@ -22,6 +22,7 @@ from mtp_train.acceptance.report_summary import (
     comparison_text,
     identity_text,
     interval_text,
+    must_hold,
 )
 from mtp_train.acceptance.report_table import NONE, engines, estimate_note, section_table
 from mtp_train.records import Acceptance
@@ -130,7 +131,14 @@ def _section(section: Section, colours: dict[str, int]) -> dict[str, Any]:
 def _identity(figures: Figures) -> dict[str, Any]:
     identity = figures.measurement.identity
     assert identity is not None
-    return {"text": identity_text(figures), "holds": identity.holds, "head": figures.head, "differences": identity.differences}
+    fails = must_hold(figures) and not identity.holds
+    return {
+        "text": identity_text(figures),
+        "holds": identity.holds,
+        "fails": fails,
+        "head": figures.head,
+        "differences": identity.differences,
+    }
 
 
 def _notes(acceptance: Acceptance) -> list[tuple[str, str]]:

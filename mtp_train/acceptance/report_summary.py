@@ -145,12 +145,16 @@ def summarise(data: ReportData) -> Summary:
 
 
 def _is_proof_alone(figures: Figures, decoded: Sequence[Figures]) -> bool:
-    """Whether a run was made to compare texts, beside a run of the same head by the same engine that was not."""
-    engine = figures.measurement.acceptance.measured_by
-    return figures.measurement.identity is not None and any(
-        other.head == figures.head and other.measurement.acceptance.measured_by == engine and other.measurement.identity is None
-        for other in decoded
-    )
+    """Whether a run was made to compare texts, beside one of the same head by the same engine that was made to count: without
+    a comparison, or in the engine's own dtype before this one in float32."""
+    if figures.measurement.identity is None:
+        return False
+    mine = figures.measurement.acceptance
+    others = [other.measurement for other in decoded if other.head == figures.head]
+    others = [other for other in others if other.acceptance.measured_by == mine.measured_by]
+    if any(other.identity is None for other in others):
+        return True
+    return mine.dtype == "float32" and any(other.acceptance.dtype != "float32" for other in others)
 
 
 def _figures(measurement: Measurement) -> Figures:
@@ -263,6 +267,11 @@ def comparison_text(comparison: Comparison) -> str:
     )
 
 
+def must_hold(figures: Figures) -> bool:
+    """Whether texts may differ at ties only: in float32. Coarser numbers choose otherwise between near tokens by their rounding alone."""
+    return figures.measurement.acceptance.dtype == "float32"
+
+
 def identity_text(figures: Figures) -> str | None:
     """In words whether greedy speculation wrote what plain decoding writes; None where it was not compared."""
     identity = figures.measurement.identity
@@ -278,4 +287,11 @@ def identity_text(figures: Figures) -> str | None:
     others = len(identity.differences) - ties
     if identity.holds:
         return start + f"; at the first difference of the other {ties}, the target's two best logits tie."
-    return start + f"; of the first differences, {ties} are ties of the target's two best logits, and {others} are not."
+    said = f"; of the first differences, {ties} are ties of the target's two best logits, and {others} are not"
+    if must_hold(figures):
+        return start + said + "."
+    widest = max(difference.logit_gap for difference in identity.differences)
+    dtype = figures.measurement.acceptance.dtype
+    return (
+        start + said + f" (largest gap {widest:.2g}): {dtype} rounds otherwise in other batch shapes; float32 is where texts must not part."
+    )

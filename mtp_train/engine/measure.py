@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mtp_train.acceptance.identity import compare
+from mtp_train.acceptance.identity import Identity, compare, parting
 from mtp_train.acceptance.report_data import Measurement, Plain, part_from_json
 from mtp_train.decoding.base import Decoding
 from mtp_train.engine.base import Baseline, Engine, PrefillSettings, Sampling, SpeculateRequest, SpeculateSettings
@@ -78,10 +78,17 @@ def decode(
     settings: SpeculateSettings,
     plain: bool,
 ) -> Measurement:
-    """Speculative decoding of a prompt set, and plain decoding of the same where asked, in the same process."""
+    """Speculative decoding of a prompt set, and plain decoding of the same where asked, by the same settings.
+
+    Greedy texts are compared where rounding may make them part (``prove_identity`` does it in float32).
+    """
     acceptance = engine.speculate(requests, draft, settings)
-    found = _plain(engine.baseline(requests, settings)) if plain else None
-    return Measurement(head=head, prompt_set=prompt_set, acceptance=acceptance, plain=found, identity=None)
+    if not plain:
+        return Measurement(head=head, prompt_set=prompt_set, acceptance=acceptance, plain=None, identity=None)
+    baseline = engine.baseline(requests, settings)
+    compared = settings.sampling.temperature == 0 and engine.dtype != "float32"
+    identity = _identity(engine, requests, acceptance, baseline) if compared else None
+    return Measurement(head=head, prompt_set=prompt_set, acceptance=acceptance, plain=_plain(baseline), identity=identity)
 
 
 def prove_identity(
@@ -90,13 +97,17 @@ def prove_identity(
     """Greedy decoding with and without drafts on the same prompts, compared token for token."""
     acceptance = engine.speculate(requests, draft, settings)
     baseline = engine.baseline(requests, settings)
-    identity = compare(
-        prompts={request.prompt_id: request.token_ids for request in requests},
-        plain=baseline.token_ids,
-        speculated={prompt.prompt_id: prompt.token_ids for prompt in acceptance.prompts},
-        logit_gap=engine.logit_gap,
-    )
+    identity = _identity(engine, requests, acceptance, baseline)
     return Measurement(head=head, prompt_set=prompt_set, acceptance=acceptance, plain=_plain(baseline), identity=identity)
+
+
+def _identity(engine: Engine, requests: Sequence[SpeculateRequest], acceptance: Acceptance, baseline: Baseline) -> Identity:
+    """Whether both runs wrote the same; the engine is asked for all logit gaps together, since it may start for them."""
+    prompts = {request.prompt_id: request.token_ids for request in requests}
+    texts = {"plain": baseline.token_ids, "speculated": {prompt.prompt_id: prompt.token_ids for prompt in acceptance.prompts}}
+    prefixes = [(*prompts[name], *baseline.token_ids[name][:index]) for name, index in parting(**texts).items()]
+    gaps = dict(zip(prefixes, engine.logit_gaps(prefixes), strict=True))
+    return compare(prompts=prompts, **texts, logit_gap=lambda token_ids: gaps[tuple(token_ids)])
 
 
 def _plain(baseline: Baseline) -> Plain:
