@@ -1,14 +1,27 @@
 #!/usr/bin/env bash
-# The whole pipeline with a real model on two CPU cores: jobs/demo.sh [key=value ...]
+# The whole pipeline with a real model on two CPU cores: jobs/demo.sh [engine=vllm] [key=value ...] [stage:key=value ...]
 #
 # Makes the environment, then runs the five stages into runs/demo (RUN=... changes it): the target answers the prompts, its
 # hidden states are cached, two heads are trained on them side by side, each is decoded with, measured and exported.
 # What is done is not done again: an interrupted call goes on where it stopped. conf/experiment/demo.yaml holds the
-# settings; those given here go to every stage and win.
+# settings; those given here win: `engine=...` and `engine.*` go to the stages that have an engine, `train:num_steps=9` to
+# that stage, all others to every stage. With engine=vllm, vLLM answers, prefills and speculates, and each head is also
+# exported for it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-tools/setup.sh
+engine=hf
+for word in "$@"; do
+    case "$word" in engine=*) engine=${word#engine=} ;; esac
+done
+# vLLM started without compiling, which takes minutes at each start, and on one thread, as two of it run side by side.
+given=("$@") setup=()
+if [ "$engine" = vllm ]; then
+    given=(engine.enforce_eager=true engine.cpu_threads=1 "$@")
+    setup=(--engine)
+fi
+
+tools/setup.sh ${setup[@]+"${setup[@]}"}
 bin=${VENV:-${VIRTUAL_ENV:-.venv}}/bin
 run=${RUN:-runs/demo}
 heads=(mtp eagle)
@@ -20,24 +33,40 @@ export OMP_NUM_THREADS=1
 
 title() { printf '\n== %s (%s s after the start)\n' "$*" "$SECONDS" >&2; }
 
+# The settings of one stage, into the array `words`.
+words_of() {
+    local stage=$1 word
+    words=(experiment=demo "run=$run")
+    for word in ${given[@]+"${given[@]}"}; do
+        case "$word" in
+            "$stage":*) words+=("${word#"$stage":}") ;;
+            regenerate:* | precompute:* | train:* | evaluate:* | export:*) ;;
+            engine=* | engine.*) case "$stage" in train | export) ;; *) words+=("$word") ;; esac ;;
+            *) words+=("$word") ;;
+        esac
+    done
+}
+
 # One stage on two processes that share its work.
 shared() {
     local stage=$1
-    shift
+    local -a words
     title "$stage"
-    "$bin/python" -m torch.distributed.run --standalone --nproc-per-node 2 -m "mtp_train.$stage" experiment=demo "run=$run" "$@"
+    words_of "$stage"
+    "$bin/python" -m torch.distributed.run --standalone --nproc-per-node 2 -m "mtp_train.$stage" "${words[@]}"
 }
 
 # One stage for each head, side by side; where one fails the other is stopped too.
 each_head() {
     local stage=$1 line=0 failed=0 head
-    local -a pids=()
+    local -a pids=() words own
     shift
-    title "$stage ${heads[*]}"
+    title "$stage ${heads[*]} $*"
+    words_of "$stage"
     for head in "${heads[@]}"; do
-        local -a words=("name=$head")
-        [ "$stage" = train ] && words+=("head=$head")
-        TQDM_POSITION=$line "$bin/python" -m "mtp_train.$stage" experiment=demo "run=$run" "${words[@]}" "$@" &
+        own=("name=$head" "$@")
+        [ "$stage" = train ] && own+=("head=$head")
+        TQDM_POSITION=$line "$bin/python" -m "mtp_train.$stage" "${words[@]}" "${own[@]}" &
         pids+=($!)
         line=$((line + 1))
     done
@@ -55,10 +84,11 @@ each_head() {
 title "the target"
 "$bin/python" -c 'from mtp_train.stage import load_word; from mtp_train.target.resolve import resolve_target
 print(resolve_target(load_word("target", "smollm2_135m")))'
-shared regenerate "$@"
-shared precompute "$@"
-each_head train "$@"
-each_head evaluate "$@"
-each_head export "$@"
+shared regenerate
+shared precompute
+each_head train
+each_head evaluate
+each_head export
+if [ "$engine" = vllm ]; then each_head export exporter=vllm; fi
 title "done"
 "$bin/python" tools/render_report.py "$run/report"
