@@ -6,9 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
+
+from mtp_train.target.draft_vocabulary import DraftVocabulary
 
 Unit = Literal["nats", "probability", "squared units"]
 # What a loss reads beyond the head's hidden states: the head's logits, the label token, the exact teacher (the target's
@@ -33,12 +35,27 @@ class TopTeacher:
         return (1.0 - self.log_probs_RC.exp().sum(-1)).clamp_min(0.0)
 
 
+class Candidates(NamedTuple):
+    """The cached teacher as columns of the head's logits: ``column_RC`` (int64) is U, one past the last, where the head
+    cannot draft the candidate, whose log-probability is then -inf; ``tail_R`` the probability outside all C candidates."""
+
+    column_RC: torch.Tensor
+    log_probs_RC: torch.Tensor
+    tail_R: torch.Tensor
+
+
 class LossChunk:
     """R rows of one depth: the head's side and the teacher's, each made once, when first asked for.
 
     ``hidden_RD`` is the head's and carries the gradient; ``teacher_hidden_RD`` the target's hidden state about the same
     token; ``label_R`` (int64) that token as the text has it; ``top`` the cached teacher, or None where the cache has none.
-    Logits are over the same V tokens on both sides.
+    The head's logits are over the U tokens that it can draft, the teacher's over all V; ``draft`` says which are which, and is
+    None where they are the same.
+
+    With a draft vocabulary no head reaches KL(p || q) below infinity, since q is 0 where p is not. What depends on the head
+    is the teacher's part inside: with m = sum_U p, the losses in nats give m KL(p / m || q), so that a row counts by the
+    probability that the head can reach. None is dropped, and nothing is normalised to look larger than it is. EAGLE-3's own
+    loss is another: it takes KL(p / m || q) unweighted and leaves out rows whose most probable token lies outside.
     """
 
     def __init__(
@@ -50,24 +67,25 @@ class LossChunk:
         top: TopTeacher | None,
         project: Callable[[torch.Tensor], torch.Tensor],
         project_teacher: Callable[[torch.Tensor], torch.Tensor],
+        draft: DraftVocabulary | None = None,
     ) -> None:
         self.hidden_RD, self.teacher_hidden_RD, self.label_R, self.top = hidden_RD, teacher_hidden_RD, label_R, top
-        self._project, self._project_teacher = project, project_teacher
+        self._project, self._project_teacher, self.draft = project, project_teacher, draft
 
     @cached_property
-    def projected_RV(self) -> torch.Tensor:
+    def projected_RU(self) -> torch.Tensor:
         """The head's logits as the lm_head's matrix product gives them (bfloat16 under autocast), with gradient."""
         return self._project(self.hidden_RD)
 
     @cached_property
-    def logits_RV(self) -> torch.Tensor:
+    def logits_RU(self) -> torch.Tensor:
         """The head's logits in at least float32, with gradient."""
-        return widen(self.projected_RV)
+        return widen(self.projected_RU)
 
     @cached_property
-    def log_probs_RV(self) -> torch.Tensor:
+    def log_probs_RU(self) -> torch.Tensor:
         """The head's log-probabilities in nats, float32, with gradient."""
-        return self.logits_RV.log_softmax(-1)
+        return self.logits_RU.log_softmax(-1)
 
     @cached_property
     def teacher_projected_RV(self) -> torch.Tensor:
@@ -76,19 +94,45 @@ class LossChunk:
             return self._project_teacher(self.teacher_hidden_RD)
 
     @cached_property
-    def teacher_log_probs_RV(self) -> torch.Tensor:
-        """The target's log-probabilities in nats, float32, recomputed from its hidden state, without gradient."""
-        return widen(self.teacher_projected_RV).log_softmax(-1)
+    def teacher_log_probs_RU(self) -> torch.Tensor:
+        """The target's log-probabilities of the tokens that the head can draft, in nats under the whole vocabulary,
+        float32, recomputed from its hidden state, without gradient."""
+        log_probs_RV = widen(self.teacher_projected_RV).log_softmax(-1)
+        return log_probs_RV if self.draft is None else log_probs_RV[:, self.draft.ids_U]
+
+    @cached_property
+    def label_column_R(self) -> torch.Tensor:
+        """The label as a column of the head's logits, int64; -1 where the head cannot draft it."""
+        return self.label_R if self.draft is None else self.draft.index_V[self.label_R]
 
     @cached_property
     def top_R(self) -> torch.Tensor:
-        """The head's most probable token, int64."""
-        return argmax_rows(self.projected_RV.detach())
+        """The head's most probable token, as the target numbers it, int64."""
+        column_R = argmax_rows(self.projected_RU.detach())
+        return column_R if self.draft is None else self.draft.ids_U[column_R]
 
     @cached_property
     def teacher_top_R(self) -> torch.Tensor:
         """The target's most probable token, int64: from the cached teacher where there is one, else recomputed."""
         return argmax_rows(self.teacher_projected_RV) if self.top is None else self.top.ids_RC[:, 0]
+
+    @cached_property
+    def candidates(self) -> Candidates:
+        """The cached teacher; ValueError where the cache has none."""
+        if self.top is None:
+            raise ValueError(
+                "losses: expected a cache with the teacher's most probable tokens, found none in this one; "
+                "set precompute's top_k (64, say) and precompute again, or choose a loss with the exact teacher"
+            )
+        if self.draft is None:
+            return Candidates(self.top.ids_RC, self.top.log_probs_RC, self.top.tail_R)
+        column_RC = self.draft.index_V[self.top.ids_RC]
+        outside_RC = column_RC < 0
+        return Candidates(
+            column_RC.masked_fill(outside_RC, self.draft.ids_U.shape[0]),
+            self.top.log_probs_RC.masked_fill(outside_RC, float("-inf")),
+            self.top.tail_R,
+        )
 
 
 class Loss(ABC):
@@ -106,16 +150,6 @@ class Loss(ABC):
     @abstractmethod
     def __call__(self, chunk: LossChunk) -> torch.Tensor:
         """Return value_R: one unreduced number per row, in at least float32, differentiable in ``chunk.hidden_RD``."""
-
-
-def top_of(chunk: LossChunk) -> TopTeacher:
-    """The chunk's cached teacher; ValueError where the cache has none."""
-    if chunk.top is None:
-        raise ValueError(
-            "losses: expected a cache with the teacher's most probable tokens, found none in this one; "
-            "set precompute's top_k (64, say) and precompute again, or choose a loss with the exact teacher"
-        )
-    return chunk.top
 
 
 def widen(x: torch.Tensor) -> torch.Tensor:

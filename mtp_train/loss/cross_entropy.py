@@ -11,7 +11,8 @@ from mtp_train.loss.base import Loss, LossChunk, Need
 class CrossEntropy(Loss):
     """-log q(label) in nats, where the label is the *text's* token, not the teacher's argmax.
 
-    On answers that the target gave greedily the two are the same; on sampled or given answers they are not.
+    On answers that the target gave greedily the two are the same; on sampled or given answers they are not. A label that the
+    head cannot draft gives 0: the teacher is one-hot, and nothing of it lies inside (``LossChunk``).
     """
 
     unit = "nats"
@@ -21,4 +22,4 @@ class CrossEntropy(Loss):
         return frozenset({"logits", "label"})
 
     def __call__(self, chunk: LossChunk) -> torch.Tensor:
-        return functional.cross_entropy(chunk.logits_RV, chunk.label_R, reduction="none")
+        return functional.cross_entropy(chunk.logits_RU, chunk.label_column_R, ignore_index=-1, reduction="none")

@@ -14,6 +14,7 @@ class ForwardKl(Loss):
 
     EAGLE's classification loss, the soft cross-entropy -sum_v p(v) log q(v), is this plus the teacher's entropy, which
     does not depend on the head: the same gradient (Li et al. 2024, section 3.2).
+    Over a draft vocabulary U: m KL(p / m || q) = sum_U p (log p - log q) - m log m, m = sum_U p (``LossChunk``).
     """
 
     unit = "nats"
@@ -23,29 +24,37 @@ class ForwardKl(Loss):
         return frozenset({"logits", "exact_teacher"})
 
     def __call__(self, chunk: LossChunk) -> torch.Tensor:
-        value_R: torch.Tensor = _Kl.apply(chunk.projected_RV, chunk.teacher_projected_RV)
+        ids_U = None if chunk.draft is None else chunk.draft.ids_U
+        value_R: torch.Tensor = _Kl.apply(chunk.projected_RU, chunk.teacher_projected_RV, ids_U)
         return value_R
 
 
 class _Kl(torch.autograd.Function):
-    """KL of two softmaxes from their logits; its gradient to the second's logits, q - p, is made on the way."""
+    """The loss from both sides' logits; its gradient to the head's, m q - p, is made on the way."""
 
     @staticmethod
-    def forward(ctx: Any, logits_RV: torch.Tensor, teacher_RV: torch.Tensor) -> torch.Tensor:
-        wide = torch.promote_types(logits_RV.dtype, torch.float32)
-        value_R = torch.empty(logits_RV.shape[0], dtype=wide, device=logits_RV.device)
-        grad_RV = torch.empty_like(logits_RV)
-        for rows in row_blocks(logits_RV):
-            log_q = logits_RV[rows].to(wide).log_softmax(-1)
+    def forward(ctx: Any, logits_RU: torch.Tensor, teacher_RV: torch.Tensor, ids_U: torch.Tensor | None) -> torch.Tensor:
+        wide = torch.promote_types(logits_RU.dtype, torch.float32)
+        value_R = torch.empty(logits_RU.shape[0], dtype=wide, device=logits_RU.device)
+        grad_RU = torch.empty_like(logits_RU)
+        for rows in row_blocks(teacher_RV):
+            log_q = logits_RU[rows].to(wide).log_softmax(-1)
             log_p = teacher_RV[rows].to(wide).log_softmax(-1)
+            if ids_U is not None:
+                log_p = log_p[:, ids_U]
             p = log_p.exp()
             # p log p is 0 where p is; log_softmax is finite for finite logits, so no 0 * inf arises.
             value_R[rows] = log_p.sub_(log_q).mul_(p).sum(-1)
-            grad_RV[rows] = log_q.exp_().sub_(p)
-        ctx.save_for_backward(grad_RV)
+            q = log_q.exp_()
+            if ids_U is not None:
+                inside_R = p.sum(-1)
+                value_R[rows] -= torch.special.xlogy(inside_R, inside_R)
+                q.mul_(inside_R[:, None])
+            grad_RU[rows] = q.sub_(p)
+        ctx.save_for_backward(grad_RU)
         return value_R
 
     @staticmethod
-    def backward(ctx: Any, grad_R: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (grad_RV,) = ctx.saved_tensors
-        return scale_rows_(grad_RV, grad_R), None
+    def backward(ctx: Any, grad_R: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (grad_RU,) = ctx.saved_tensors
+        return scale_rows_(grad_RU, grad_R), None, None

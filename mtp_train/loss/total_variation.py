@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from mtp_train.loss.base import Loss, LossChunk, Need, top_of
+from mtp_train.loss.base import Loss, LossChunk, Need
 
 TeacherKind = Literal["exact", "topk"]
 
@@ -15,7 +15,8 @@ class TotalVariation(Loss):
     """1 - sum_v min(p(v), q(v)), a probability: what Leviathan et al. (2023, theorem 3.5) call the rejection rate.
 
     ``teacher``: ``exact`` recomputes p over the whole vocabulary; ``topk`` reads the cached candidates and holds all other
-    tokens in one bucket, which gives a lower bound.
+    tokens in one bucket, which gives a lower bound. What lies outside a draft vocabulary is rejected: q is 0 there, and the
+    definition needs no change.
     """
 
     unit = "probability"
@@ -32,12 +33,14 @@ class TotalVariation(Loss):
     def __call__(self, chunk: LossChunk) -> torch.Tensor:
         if self.teacher == "exact":
             return 1.0 - overlap(chunk)
-        top = top_of(chunk)
-        q_RC = chunk.log_probs_RV.gather(1, top.ids_RC).exp()
-        in_tail_R = torch.minimum(top.tail_R, (1.0 - q_RC.sum(-1)).clamp_min(0.0))
-        return 1.0 - torch.minimum(top.log_probs_RC.exp(), q_RC).sum(-1) - in_tail_R
+        column_RC, log_probs_RC, tail_R = chunk.candidates
+        num_columns = chunk.log_probs_RU.shape[1]
+        q_RC = chunk.log_probs_RU.gather(1, column_RC.clamp_max(num_columns - 1)).exp()
+        q_RC = q_RC.masked_fill(column_RC == num_columns, 0.0)
+        in_tail_R = torch.minimum(tail_R, (1.0 - q_RC.sum(-1)).clamp_min(0.0))
+        return 1.0 - torch.minimum(log_probs_RC.exp(), q_RC).sum(-1) - in_tail_R
 
 
 def overlap(chunk: LossChunk) -> torch.Tensor:
     """sum_v min(p(v), q(v)) of each row with the exact teacher, (R,): the expected acceptance of a draft drawn from q."""
-    return torch.minimum(chunk.teacher_log_probs_RV.exp(), chunk.log_probs_RV.exp()).sum(-1)
+    return torch.minimum(chunk.teacher_log_probs_RU.exp(), chunk.log_probs_RU.exp()).sum(-1)

@@ -68,6 +68,20 @@ class TargetSpec:
         return asdict(self)
 
 
+def default_tap_ids(num_layers: int) -> tuple[int, ...]:
+    """The layers that EAGLE-3 heads tap where nothing else is said: low, middle and high, as the engines choose them (their ids
+    2, N / 2 and N - 3 are ours plus one).
+
+    Errors: ValueError where the target has too few layers for three different ones.
+    """
+    ids = (1, num_layers // 2 - 1, num_layers - 4)
+    if num_layers < 7:
+        raise ValueError(
+            f"target_layer_ids: expected ids for a target of {num_layers} layers, found null, which needs 7 at least; name them"
+        )
+    return ids
+
+
 def vllm_layer_id(target_layer_id: int) -> int:
     """vLLM's id of the same state: the residual stream after i + 1 layers."""
     return target_layer_id + 1

@@ -14,6 +14,7 @@ from mtp_train.loss.forward_kl import ForwardKl
 from mtp_train.loss.hidden_l1 import HiddenL1
 from mtp_train.loss.topk_kl import TopkKl
 from mtp_train.loss.total_variation import TotalVariation, overlap
+from mtp_train.target.draft_vocabulary import DraftVocabulary
 
 ROWS, SIZE, VOCABULARY = 7, 16, 96
 
@@ -145,10 +146,10 @@ def test_a_missing_cached_teacher_is_said(loss: Loss) -> None:
 def test_losses_keep_the_logits_that_others_share() -> None:
     case = Case(num_top=8)
     chunk = case.chunk()
-    before = chunk.projected_RV.detach().clone()
+    before = chunk.projected_RU.detach().clone()
     for loss in (TopkKl(), ForwardKl(), CrossEntropy(), TotalVariation(teacher="exact")):
         loss(chunk)
-    assert torch.equal(chunk.projected_RV.detach(), before)
+    assert torch.equal(chunk.projected_RU.detach(), before)
 
 
 @pytest.mark.parametrize("num_columns", [96, 64, 97, 8])
@@ -178,3 +179,79 @@ def test_bfloat16_logits_give_float32_values() -> None:
     )
     for loss in (TopkKl(), ForwardKl(), CrossEntropy(), TotalVariation(teacher="exact"), HiddenL1()):
         assert loss(chunk).dtype == torch.float32
+
+
+IDS = torch.arange(1, VOCABULARY, 3)  # 32 tokens that the head can draft
+
+
+def drafted(case: Case) -> LossChunk:
+    """The case's chunk for a head whose lm_head holds the rows of ``IDS`` only."""
+    return LossChunk(
+        hidden_RD=case.hidden,
+        teacher_hidden_RD=case.teacher,
+        label_R=case.label,
+        top=case.top,
+        project=lambda hidden: hidden @ case.lm_head[IDS].T,
+        project_teacher=lambda hidden: hidden @ case.lm_head.T,
+        draft=DraftVocabulary.of(IDS, vocab_size=VOCABULARY),
+    )
+
+
+def log_q_inside(case: Case) -> torch.Tensor:
+    return (case.hidden @ case.lm_head[IDS].T).log_softmax(-1)
+
+
+def test_over_a_draft_vocabulary_a_row_counts_by_what_the_head_can_reach() -> None:
+    case = Case(num_top=8)
+    p = case.log_p().exp()[:, IDS]
+    inside = p.sum(-1)
+    renormalised = p / inside[:, None]
+    expected = inside * (renormalised * (renormalised.log() - log_q_inside(case))).sum(-1)
+    assert (inside < 0.9).any() and (expected > 0).all()
+    assert_same(case, ForwardKl()(drafted(case)), expected)
+    # EAGLE-3 would count all of these rows alike, or not at all.
+    outside = ~torch.isin(case.log_p().argmax(-1), IDS)
+    assert outside.any() and not outside.all()
+
+
+@pytest.mark.parametrize("num_top", [2, 8])
+def test_topk_kl_over_a_draft_vocabulary_keeps_the_tail_and_leaves_out_what_is_outside(num_top: int) -> None:
+    case = Case(num_top=num_top)
+    p_RC, can = case.top.log_probs_RC.exp(), torch.isin(case.top.ids_RC, IDS)
+    assert can.any() and (~can).any()
+    assert num_top == 8 or ((~can).all(-1).any() and can.all(-1).any()), "rows with all candidates inside and with none"
+    tail = 1 - p_RC.sum(-1)
+    column = torch.searchsorted(IDS, case.top.ids_RC).clamp_max(len(IDS) - 1)
+    log_q = log_q_inside(case).gather(1, column)
+    q_rest = 1 - (log_q.exp() * can).sum(-1)
+    inside = (p_RC * can).sum(-1) + tail
+    expected = (p_RC * (p_RC.log() - log_q) * can).sum(-1) + tail * (tail.log() - q_rest.log()) - inside * inside.log()
+    assert_same(case, TopkKl()(drafted(case)), expected, tolerance=1e-7)
+
+
+def test_topk_kl_over_a_draft_vocabulary_with_all_candidates_is_forward_kl() -> None:
+    case = Case(num_top=VOCABULARY)
+    assert_same(case, TopkKl()(drafted(case)), ForwardKl()(drafted(case)), tolerance=1e-7)
+
+
+def test_the_rejection_rate_counts_what_cannot_be_drafted() -> None:
+    case = Case(num_top=VOCABULARY)
+    p, q = case.log_p().exp(), torch.zeros(ROWS, VOCABULARY, dtype=torch.float64)
+    q = q.index_copy(1, IDS, log_q_inside(case).exp())
+    expected = 0.5 * (p - q).abs().sum(-1)
+    for teacher in ("exact", "topk"):
+        assert_same(case, TotalVariation(teacher=teacher)(drafted(case)), expected)
+    assert (overlap(drafted(case)) <= p[:, IDS].sum(-1) + 1e-12).all()
+
+
+def test_labels_and_top_tokens_are_the_targets() -> None:
+    case = Case(num_top=8)
+    chunk = drafted(case)
+    inside = torch.isin(case.label, IDS)
+    assert inside.any() and not inside.all()
+    value = CrossEntropy()(chunk)
+    assert torch.equal(value[~inside], torch.zeros(int((~inside).sum()), dtype=torch.float64))
+    column = torch.searchsorted(IDS, case.label[inside])
+    torch.testing.assert_close(value[inside], -log_q_inside(case)[inside].gather(1, column[:, None])[:, 0])
+    assert torch.equal(chunk.top_R, IDS[log_q_inside(case).argmax(-1)])
+    assert torch.equal(chunk.teacher_top_R, case.log_p().argmax(-1))
