@@ -193,7 +193,7 @@ class DraftStep:
     """One depth of a head's unroll: at row t, ``hidden_TD[t]`` speaks about token t + ``ahead``.
 
     Depth k has ``ahead`` = k + 2. ``hidden_TD`` is what the lm_head reads (after the output norm, where the head has
-    one); ``project`` turns any rows of it into logits over the target's vocabulary, late and in chunks.
+    one); ``project`` turns any rows of it into logits over the U tokens that the head can draft, late and in chunks.
     """
 
     ahead: int

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from mtp_train.nn.attention import AttentionContext
+from mtp_train.batch.shift import read_tokens, rotary_positions
+from mtp_train.nn.attention import AttentionContext, PackedAttention
 from mtp_train.records import Batch, DraftStep
 from mtp_train.target.weights import SharedWeights
 
@@ -26,7 +27,9 @@ class Drafted(NamedTuple):
 class Head(nn.Module, ABC):
     """A draft head over a frozen target.
 
-    Embedding and lm_head are the target's own (``shared``): frozen, not parameters of the head, not saved with it.
+    Embedding and lm_head are the target's own (``shared``): frozen, not parameters of the head, not saved with it. A head
+    with an lm_head of its own overrides ``project`` and says so in ``projection_parameters``, and in ``draft_ids_U`` where
+    that speaks about a part of the target's vocabulary only.
     """
 
     word: ClassVar[str]  # its name in conf/head, on the command line and in head.json
@@ -41,12 +44,41 @@ class Head(nn.Module, ABC):
     def shared(self) -> SharedWeights:
         return self._shared
 
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """The decoder layers of the target whose outputs it reads (DESIGN.md, Words); empty: its last hidden state."""
+        return ()
+
+    @property
+    def draft_ids_U(self) -> torch.Tensor | None:
+        """The target's id of each token that it can draft, ascending, int64 (U,); None: all of them, U = V."""
+        return None
+
+    @property
+    def projection_parameters(self) -> tuple[torch.Tensor, ...]:
+        """What ``project`` reads of the head's own parameters; the objective differentiates by them apart."""
+        return ()
+
+    @property
+    def draft_vocab_size(self) -> int | None:
+        """How many tokens ``use_draft_ids`` must be given before training; None: the head chooses none."""
+        return None
+
+    def use_draft_ids(self, ids_U: torch.Tensor) -> None:
+        """Draft from these tokens of the target, before training (``target/draft_vocabulary.py``)."""
+        raise AssertionError(f"{self.word} speaks about all of the target's tokens")
+
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """The target's embedding of tokens, (T, D), without a gradient."""
         return functional.embedding(token_ids_T, self._shared.embedding_VD)
 
+    def read_target(self, hidden_TD: torch.Tensor, taps_TLD: torch.Tensor | None) -> torch.Tensor:
+        """What ``draft`` reads as ``hidden_TD`` at depth 0, made of what the target computed at the same positions:
+        its post-norm hidden state, and the outputs of ``target_layer_ids`` in that order. Called once per position."""
+        return hidden_TD
+
     def project(self, hidden_MD: torch.Tensor) -> torch.Tensor:
-        """The target's lm_head over rows of what the head speaks, (M, V).
+        """Logits of rows of what the head speaks, (M, U): the target's lm_head, unless overridden.
 
         Under autocast the product is autocast's own: widening a bfloat16 lm_head to float32 rows first would copy V x D
         numbers on every call, only for autocast to narrow them again.
@@ -55,6 +87,14 @@ class Head(nn.Module, ABC):
         if not torch.is_autocast_enabled(hidden_MD.device.type):
             lm_head_VD = lm_head_VD.to(hidden_MD.dtype)
         return functional.linear(hidden_MD, lm_head_VD)
+
+    def over_target(self, logits_MU: torch.Tensor) -> torch.Tensor:
+        """Logits over the draft vocabulary as logits over the target's, (M, V): -inf outside, so that q is exactly 0 there,
+        the argmax never lies there, and every rule of verification holds as it is. The same tensor where U = V."""
+        if self.draft_ids_U is None:
+            return logits_MU
+        logits_MV = logits_MU.new_full((logits_MU.shape[0], self._shared.embedding_VD.shape[0]), float("-inf"))
+        return logits_MV.index_copy_(1, self.draft_ids_U, logits_MU)
 
     @property
     def starts_from_data(self) -> bool:
@@ -65,16 +105,32 @@ class Head(nn.Module, ABC):
         """Set from data what has a closed form; no gradients. Heads that have nothing of the kind are never asked."""
         raise AssertionError(f"{self.word} does not start from data")
 
-    @abstractmethod
     def unroll(self, batch: Batch) -> Iterator[DraftStep]:
         """Training: all positions of a packed batch, depth after depth, for as many as the caller takes.
 
-        Equal to ``draft`` called incrementally from every base (a test of each head says so).
+        Calls ``draft`` with all bases at once; each depth reads the states of the one before and attends to its own base's
+        keys of all earlier ones (training-time test, Li et al. 2025, section 3.2). Equal to ``draft`` called incrementally
+        from every base (a test of each head says so).
         """
+        context = PackedAttention(bounds=batch.bounds)
+        hidden_TD = self.read_target(batch.hidden_TD, batch.taps_TLD)
+        depth = 0
+        while True:
+            drafted = self.draft(
+                token_ids_T=read_tokens(batch, depth=depth),
+                hidden_TD=hidden_TD,
+                position_T=rotary_positions(batch, depth=depth),
+                context=context,
+            )
+            yield DraftStep(ahead=depth + 2, hidden_TD=drafted.hidden_TD, project=self.project)
+            hidden_TD = drafted.feedback_TD
+            context.next_depth()
+            depth += 1
 
     @abstractmethod
     def draft(self, *, token_ids_T: torch.Tensor, hidden_TD: torch.Tensor, position_T: torch.Tensor, context: AttentionContext) -> Drafted:
-        """Inference: rows (h_i, x_{i+1}) at rotary position i of one or more sequences, over their KV cache."""
+        """Inference: rows (h_i, x_{i+1}) at rotary position i of one or more sequences, over their KV cache; h_i is what
+        ``read_target`` gave, at later depths what the depth before fed back."""
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from mtp_train.batch.shift import loss_rows, read_tokens, rotary_positions
+from mtp_train.batch.shift import loss_rows, read_tokens
 from mtp_train.head.base import Drafted, Head
-from mtp_train.nn.attention import AttentionContext, PackedAttention
+from mtp_train.nn.attention import AttentionContext
 from mtp_train.nn.experts import stack_experts
 from mtp_train.nn.layer import DecoderLayer, layer_parts, read_config, silence_branches
 from mtp_train.nn.least_squares import LeastSquares
-from mtp_train.records import Batch, DraftStep
+from mtp_train.records import Batch
 from mtp_train.target.weights import SharedWeights, read_layer
 
 NORMS = ("embed", "hidden", "input", "output", "feedback")
@@ -144,19 +144,3 @@ class PairHead(Head):
         raw_TD = self.decoder(self.projection(pair_TE), position_T=position_T, context=context)
         out_TD = self.output_norm(raw_TD)
         return Drafted(out_TD, out_TD if self.norms["feedback"] else raw_TD)
-
-    def unroll(self, batch: Batch) -> Iterator[DraftStep]:
-        context = PackedAttention(bounds=batch.bounds)
-        hidden_TD = batch.hidden_TD
-        depth = 0
-        while True:
-            drafted = self.draft(
-                token_ids_T=read_tokens(batch, depth=depth),
-                hidden_TD=hidden_TD,
-                position_T=rotary_positions(batch, depth=depth),
-                context=context,
-            )
-            yield DraftStep(ahead=depth + 2, hidden_TD=drafted.hidden_TD, project=self.project)
-            hidden_TD = drafted.feedback_TD
-            context.next_depth()
-            depth += 1

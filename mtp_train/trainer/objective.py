@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from mtp_train.head.base import Head
 from mtp_train.loss.base import Loss, LossChunk, TopTeacher
 from mtp_train.loss.total_variation import overlap
 from mtp_train.records import DraftStep
+from mtp_train.target.draft_vocabulary import DraftVocabulary
 from mtp_train.trainer.rows import Pack
 
 # Columns of the sums beside one per loss: rows, rows whose top token is the teacher's, sum of min(p, q).
@@ -37,7 +38,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """Sum over depths k of decay ** k / N_k, over counted rows and losses, of weight * value.
+    """Sum over depths k of w_k / N_k, over counted rows and losses, of weight * value; w_k = decay ** k, or as ``depth_weights`` say.
 
     N_k is the number of rows that count at depth k in the whole step, over all ranks and packs (``scale_K`` holds its
     reciprocal), so that how a step is cut into packs and ranks changes nothing. ``chunk_rows`` bounds what is projected
@@ -48,6 +49,7 @@ class Objective:
     draft_steps: int
     decay: float
     chunk_rows: int
+    depth_weights: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.terms:
@@ -59,6 +61,15 @@ class Objective:
             raise ValueError(f"draft_steps and chunk_rows: expected at least 1, found {self.draft_steps} and {self.chunk_rows}")
         if not 0 < self.decay <= 1:
             raise ValueError(f"depth_decay: expected above 0 and at most 1, found {self.decay}")
+        weights = self.depth_weights
+        if weights is not None and (len(weights) != self.draft_steps or min(weights) < 0 or max(weights) == 0):
+            raise ValueError(
+                f"depth_weights: expected one weight per depth ({self.draft_steps}), none below 0 and not all 0, found {list(weights)}"
+            )
+
+    def weight(self, depth: int) -> float:
+        """What depth ``depth`` counts."""
+        return self.decay**depth if self.depth_weights is None else self.depth_weights[depth]
 
     def needs(self, need: str) -> bool:
         """True where some loss needs it (``loss.base.Need``)."""
@@ -76,8 +87,8 @@ class Objective:
         for depth, step in enumerate(itertools.islice(head.unroll(pack.batch), self.draft_steps)):
             assert step.ahead == depth + 2, (step.ahead, depth)
             rows = _DepthRows(self, head, pack, depth, step, measure=measure)
-            total, depth_sums = _ChunkedSum.apply(rows, step.hidden_TD)
-            losses.append(total * (scale_K[depth] * self.decay**depth))
+            total, depth_sums = _ChunkedSum.apply(rows, step.hidden_TD, *head.projection_parameters)
+            losses.append(total * (scale_K[depth] * self.weight(depth)))
             sums.append(depth_sums)
         return Result(torch.stack(losses).sum(), torch.stack(sums))
 
@@ -87,7 +98,9 @@ class _DepthRows:
 
     def __init__(self, objective: Objective, head: Head, pack: Pack, depth: int, step: DraftStep, *, measure: bool) -> None:
         self.objective, self.pack, self.depth, self.measure = objective, pack, depth, measure
-        self.rows, self.project = pack.rows[depth], step.project
+        self.rows, self.project, self.parameters = pack.rows[depth], step.project, head.projection_parameters
+        ids_U = head.draft_ids_U
+        self.draft = None if ids_U is None else DraftVocabulary.of(ids_U, vocab_size=head.shared.embedding_VD.shape[0])
         self.project_teacher: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: _target_logits(head, hidden)
 
     def chunk(self, hidden_RD: torch.Tensor, where: slice) -> LossChunk:
@@ -108,6 +121,7 @@ class _DepthRows:
             top=top,
             project=self.project,
             project_teacher=self.project_teacher,
+            draft=self.draft,
         )
 
     def columns(self, chunk: LossChunk, values: list[torch.Tensor]) -> torch.Tensor:
@@ -124,21 +138,21 @@ class _DepthRows:
 
 
 class _ChunkedSum(torch.autograd.Function):
-    """The weighted sum over one depth's rows; the gradient to the hidden states is formed in the forward, chunk by chunk.
+    """The weighted sum over one depth's rows; its gradients are formed in the forward, chunk by chunk.
 
-    The lm_head is frozen, so the hidden states' gradient is all that a chunk's logits are for: they are dropped with the
-    chunk, and the backward only scales what is stored. A pack without rows gives 0 and a gradient of zeros, so that every
-    rank takes part in every reduction.
+    A chunk's logits are for the gradient to its hidden states (and to the lm_head, where that is the head's own:
+    ``parameters``) and for nothing else: they are dropped with the chunk, and the backward only scales what is stored. A pack
+    without rows gives 0 and gradients of zeros, so that every rank takes part in every reduction.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: _DepthRows, hidden_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, rows: _DepthRows, hidden_TD: torch.Tensor, *parameters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         objective = rows.objective
         base_M = rows.rows.base_M
-        wants_gradient = ctx.needs_input_grad[1]
+        wants_gradient = any(ctx.needs_input_grad[1:])
         total = torch.zeros((), dtype=torch.promote_types(hidden_TD.dtype, torch.float32), device=hidden_TD.device)
         sums_X = torch.zeros(len(objective.columns), dtype=torch.float64, device=hidden_TD.device)
-        grad_TD = torch.zeros_like(hidden_TD) if wants_gradient else None
+        grads = [torch.zeros_like(tensor) for tensor in (hidden_TD, *parameters)] if wants_gradient else []
         for first in range(0, base_M.shape[0], objective.chunk_rows):
             where = slice(first, first + objective.chunk_rows)
             leaf_RD = hidden_TD[base_M[where]].detach().requires_grad_(wants_gradient)
@@ -148,22 +162,36 @@ class _ChunkedSum(torch.autograd.Function):
                 weighted = torch.stack(
                     [term.weight * value.sum() for term, value in zip(objective.terms.values(), values, strict=True)]
                 ).sum()
-            if grad_TD is not None:
-                with torch.autocast(hidden_TD.device.type, enabled=False):
-                    (grad_RD,) = torch.autograd.grad(weighted, leaf_RD)
-                grad_TD[base_M[where]] = grad_RD
+            if wants_gradient:
+                _add_gradients(grads, weighted, leaf_RD, base_M[where], rows.parameters)
             total += weighted.detach()
             with torch.no_grad():
                 sums_X += rows.columns(chunk, values)
-        if grad_TD is not None:
-            ctx.save_for_backward(grad_TD)
+        if wants_gradient:
+            ctx.save_for_backward(*grads)
         ctx.mark_non_differentiable(sums_X)
         return total, sums_X
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[None, torch.Tensor]:
-        (grad_TD,) = ctx.saved_tensors
-        return None, grad_TD * grad
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+        return None, *(stored * grad for stored in ctx.saved_tensors)
+
+
+def _add_gradients(
+    grads: Sequence[torch.Tensor],
+    weighted: torch.Tensor,
+    leaf_RD: torch.Tensor,
+    base_R: torch.Tensor,
+    parameters: Sequence[torch.Tensor],
+) -> None:
+    """Put a chunk's gradient to its hidden states into its rows of the first of ``grads``, and add those to ``parameters`` to
+    the others. A loss that projects nothing leaves the parameters out."""
+    with torch.autocast(leaf_RD.device.type, enabled=False):
+        grad_RD, *rest = torch.autograd.grad(weighted, [leaf_RD, *parameters], allow_unused=bool(parameters))
+    grads[0][base_R] = grad_RD
+    for stored, found in zip(grads[1:], rest, strict=True):
+        if found is not None:
+            stored += found
 
 
 def _target_logits(head: Head, hidden_RD: torch.Tensor) -> torch.Tensor:

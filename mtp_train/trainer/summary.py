@@ -53,7 +53,7 @@ def report(objective: Objective, sums: list[list[float]]) -> dict[str, Any]:
 
     losses = {word: mean(word) for word in objective.terms}
     total = sum(
-        term.weight * objective.decay**depth * losses[word][depth]
+        term.weight * objective.weight(depth) * losses[word][depth]
         for word, term in objective.terms.items()
         for depth in range(objective.draft_steps)
         if sums[depth][where["rows"]]

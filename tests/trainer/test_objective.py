@@ -132,9 +132,29 @@ def test_without_logits_nothing_is_projected(recipe: Any, batch: Batch, monkeypa
 
 
 @pytest.mark.parametrize(
-    "change", [{"terms": {}}, {"terms": {"hidden_l1": Term(0.0, HiddenL1())}}, {"draft_steps": 0}, {"decay": 0.0}, {"chunk_rows": 0}]
+    "change",
+    [
+        {"terms": {}},
+        {"terms": {"hidden_l1": Term(0.0, HiddenL1())}},
+        {"draft_steps": 0},
+        {"decay": 0.0},
+        {"chunk_rows": 0},
+        {"depth_weights": (1.0, 0.5)},
+        {"depth_weights": (0.0,)},
+    ],
 )
 def test_impossible_settings_are_refused(change: dict[str, Any]) -> None:
     settings: dict[str, Any] = {"terms": {"hidden_l1": Term(1.0, HiddenL1())}, "draft_steps": 1, "decay": 1.0, "chunk_rows": 8}
     with pytest.raises(ValueError, match="expected"):
         Objective(**{**settings, **change})
+
+
+def test_depths_can_be_weighed_one_by_one(recipe: Any, batch: Batch) -> None:
+    head, chosen = recipe.head(), objective(chunk_rows=7)
+    with torch.no_grad():
+        as_decay = run(head, batch, replace(chosen, depth_weights=tuple(DECAY**depth for depth in range(DEPTHS)))).loss
+        alone = [
+            run(head, batch, replace(chosen, depth_weights=tuple(float(k == depth) for k in range(DEPTHS)))).loss for depth in range(DEPTHS)
+        ]
+    torch.testing.assert_close(as_decay, run(head, batch, chosen).loss.detach())
+    torch.testing.assert_close(as_decay, sum(DECAY**depth * loss for depth, loss in enumerate(alone)))
