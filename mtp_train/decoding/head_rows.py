@@ -129,4 +129,4 @@ class HeadRows:
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """What the head says at rows, (R, V), over the target's vocabulary."""
-        return self.head.project(hidden_RD)
+        return self.head.over_target(self.head.project(hidden_RD))

@@ -136,7 +136,8 @@ def _num_parameters(checkpoint: Path) -> int:
     from safetensors import safe_open
 
     with safe_open(checkpoint / WEIGHTS, framework="pt") as opened:
-        return sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118 - not a dict
+        slices = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118 - not a dict
+        return sum(math.prod(found.get_shape()) for found in slices if found.get_dtype() == "F32")  # integers are no parameters
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -142,10 +142,10 @@ def compare_drafts(
 ) -> Conformance:
     """Replay vLLM's draft forwards with our own head and compare every row that counted.
 
-    ``answers``: prompt and answer of each request, token by token; ``target_hidden`` the reference's post-norm hidden
-    states of them. The head reads at depth 0 what vLLM gave it to read, so that a gap of the target does not show as one
-    of the head; at later depths it reads its own. Drafting must have been at least 2 deep: the second depth's position says which
-    rows of the first were accepted.
+    ``answers``: prompt and answer of each request, token by token; ``target_hidden`` what the head reads of the reference's
+    hidden states of them (``Head.read_target``). The head reads at depth 0 what vLLM gave it to read, so that a gap of the
+    target does not show as one of the head; at later depths it reads its own. Drafting must have been at least 2 deep: the
+    second depth's position says which rows of the first were accepted.
     """
     result = Conformance(tolerance=tolerance)
     replays: dict[str, _Replay] = {}
@@ -216,5 +216,19 @@ class _Replay:
         context.commit()
         where = [self._where(position) for position in rows.position_R]
         result.at(f"depth {rows.depth} hidden").add(drafted.hidden_TD, rows.hidden_RD, where=where)
-        result.at(f"depth {rows.depth} logits").add_logits(self.head.project(drafted.hidden_TD), rows.logits_RV, where=where)
+        logits_RU, found_RU = self.head.project(drafted.hidden_TD), self._drafted_columns(rows.logits_RV)
+        result.at(f"depth {rows.depth} logits").add_logits(logits_RU, found_RU, where=where)
         self.feedback_1D = drafted.feedback_TD[-1:]
+
+    def _drafted_columns(self, logits_RV: torch.Tensor) -> torch.Tensor:
+        """vLLM's logits of the tokens that the head can draft; all others must be impossible there too."""
+        ids_U = self.head.draft_ids_U
+        if ids_U is None:
+            return logits_RV
+        outside_RV = logits_RV.index_fill(1, ids_U, float("-inf"))
+        if not bool((outside_RV == float("-inf")).all()):
+            raise ValueError(
+                f"conformance: {self.request_id}: expected vLLM to draft from the head's {ids_U.shape[0]} tokens alone, found others; "
+                "its d2t is not the head's"
+            )
+        return logits_RV[:, ids_U]

@@ -36,8 +36,9 @@ def estimate(
     """Estimate what chains of ``num_speculative_tokens`` would have had accepted on the samples' answers.
 
     ``sampling`` is what the answers were generated with: its ``max_new_tokens`` ends the walk as it ended them, its
-    temperature and top_p make p and q. The head must be on ``device``. A sample with several answers counts as that
-    many prompts (``<sample_id>:<n>``). Drafts from q at a temperature above 0 are simulated with ``sampling.seed``.
+    temperature and top_p make p and q. The head must be on ``device``; the samples carry the layers that it taps, in its
+    order. A sample with several answers counts as that many prompts (``<sample_id>:<n>``). Drafts from q at a temperature
+    above 0 are simulated with ``sampling.seed``.
     """
     if num_speculative_tokens < 1:
         raise ValueError(f"num_speculative_tokens: expected at least 1, found {num_speculative_tokens}")
@@ -55,7 +56,7 @@ def estimate(
             for chunk_R in alive_A.split(_ROWS):
                 base_R = found.base_M[chunk_R]
                 label_R = batch.token_ids_T[base_R + depth + 2]
-                logits_RV = step.project(step.hidden_TD[base_R])
+                logits_RV = head.over_target(step.project(step.hidden_TD[base_R]))
                 if draft_sampling == "greedy" or sampling.temperature == 0:
                     hit_R = logits_RV.max(-1).indices == label_R
                 else:

@@ -98,6 +98,17 @@ class TargetModel:
         ).last_hidden_state[0]
         return hidden_TD
 
+    def forward_with_taps(
+        self, token_ids_T: torch.Tensor, position_T: torch.Tensor, context: AttentionContext, target_layer_ids: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As ``forward``, and the outputs of these layers in the order asked for, (T, L, D); None where none are asked for."""
+        with self.tapping(target_layer_ids) as taken:
+            hidden_TD = self.forward(token_ids_T, position_T, context)
+        if not target_layer_ids:
+            return hidden_TD, None
+        by_layer = dict(zip(sorted(target_layer_ids), taken, strict=True))
+        return hidden_TD, torch.stack([by_layer[index] for index in target_layer_ids], dim=1)
+
     def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         """The lm_head over rows, (M, V), in the target's dtype."""
         logits_MV: torch.Tensor = self.lm_head(hidden_MD)

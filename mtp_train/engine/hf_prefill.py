@@ -53,29 +53,13 @@ def _groups(responses: Iterable[Response], max_tokens: int) -> Iterator[list[Res
         yield group
 
 
-def _forward(
-    target: TargetModel,
-    token_ids: Sequence[int],
-    position_T: torch.Tensor,
-    context: PackedAttention | RaggedAttention,
-    layer_ids: Sequence[int],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One forward: post-norm hidden states and the taps in the order asked for."""
-    with target.tapping(layer_ids) as taken:
-        hidden_TD = target.forward(torch.tensor(token_ids, device=target.device), position_T, context)
-    if not layer_ids:
-        return hidden_TD, None
-    by_layer = dict(zip(sorted(layer_ids), taken, strict=True))
-    return hidden_TD, torch.stack([by_layer[index] for index in layer_ids], dim=1)
-
-
 def _packed(target: TargetModel, group: Sequence[Response], layer_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
     bounds = [0]
     for response in group:
         bounds.append(bounds[-1] + len(response.token_ids))
     position_T = torch.cat([torch.arange(len(response.token_ids), device=target.device) for response in group])
     token_ids = [token for response in group for token in response.token_ids]
-    return _forward(target, token_ids, position_T, PackedAttention(bounds=bounds), layer_ids)
+    return target.forward_with_taps(torch.tensor(token_ids, device=target.device), position_T, PackedAttention(bounds=bounds), layer_ids)
 
 
 def _chunked(target: TargetModel, response: Response, layer_ids: Sequence[int], chunk: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -83,9 +67,9 @@ def _chunked(target: TargetModel, response: Response, layer_ids: Sequence[int], 
     cache.reserve(len(response.token_ids))
     parts = []
     for first in range(0, len(response.token_ids), chunk):
-        token_ids = response.token_ids[first : first + chunk]
-        context = RaggedAttention(cache=cache, slots=[0], counts=[len(token_ids)])
-        parts.append(_forward(target, token_ids, context.positions(target.device), context, layer_ids))
+        token_ids_T = torch.tensor(response.token_ids[first : first + chunk], device=target.device)
+        context = RaggedAttention(cache=cache, slots=[0], counts=[len(token_ids_T)])
+        parts.append(target.forward_with_taps(token_ids_T, context.positions(target.device), context, layer_ids))
         context.commit()
     taps = [taps_TLD for _, taps_TLD in parts if taps_TLD is not None]
     return torch.cat([hidden_TD for hidden_TD, _ in parts]), torch.cat(taps) if taps else None

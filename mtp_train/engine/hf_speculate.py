@@ -62,12 +62,14 @@ class _Sequence:
 
 
 class _Piece(NamedTuple):
-    """One sequence's part of a round: its rows of hidden states, those of its ``share`` pending tokens and of its draft."""
+    """One sequence's part of a round: its rows, those of its ``share`` pending tokens and of its draft, as the target gives them
+    and as the head reads them."""
 
     slot: int
     sequence: _Sequence
     share: int
     hidden_RD: torch.Tensor
+    read_RD: torch.Tensor
 
 
 def merge(parts: Sequence[Measured], *, order: Sequence[str]) -> Measured:
@@ -89,7 +91,7 @@ class Speculation:
     def __init__(
         self, *, target: TargetModel, head: Head | None, settings: SpeculateSettings, max_prefill_tokens: int, num_slots: int
     ) -> None:
-        self.target, self.settings, self.max_prefill_tokens = target, settings, max_prefill_tokens
+        self.target, self.head, self.settings, self.max_prefill_tokens = target, head, settings, max_prefill_tokens
         self.sampling = settings.sampling
         self.stop_ids = frozenset() if settings.ignore_eos else target.stop_ids
         self.cache = RaggedCache(num_slots=num_slots)
@@ -159,18 +161,21 @@ class Speculation:
         context = RaggedAttention(cache=self.cache, slots=[slot for slot, _, _ in active], counts=counts, trees=trees)
         token_ids = [token for _, sequence, share in active for token in (*sequence.pending[:share], *sequence.drafted.token_ids)]
         device = self.target.device
-        hidden_TD = self.target.forward(torch.tensor(token_ids, device=device), context.positions(device), context)
+        layer_ids = () if self.head is None else self.head.target_layer_ids
+        token_ids_T = torch.tensor(token_ids, device=device)
+        hidden_TD, taps_TLD = self.target.forward_with_taps(token_ids_T, context.positions(device), context, layer_ids)
+        read_TD = hidden_TD if self.head is None else self.head.read_target(hidden_TD, taps_TLD)
         context.commit()
         self.num_forwards += 1
-        rows = hidden_TD.split(counts)
-        return [_Piece(slot, sequence, share, hidden_RD) for (slot, sequence, share), hidden_RD in zip(active, rows, strict=True)]
+        rows = zip(active, hidden_TD.split(counts), read_TD.split(counts), strict=True)
+        return [_Piece(*piece, hidden_RD, read_RD) for piece, hidden_RD, read_RD in rows]
 
     def _read(self, piece: _Piece) -> NewBases:
         """A prompt is not at its end: all its rows are bases, since the token behind each is known."""
         sequence = piece.sequence
         token_ids = sequence.pending[1 : piece.share + 1]
         del sequence.pending[: piece.share]
-        return NewBases(slot=piece.slot, token_ids=token_ids, hidden_BD=piece.hidden_RD, drafts=False)
+        return NewBases(slot=piece.slot, token_ids=token_ids, hidden_BD=piece.read_RD, drafts=False)
 
     def _verify(self, writing: Sequence[_Piece]) -> list[Judged]:
         """What of each draft is accepted, and the target's own token behind it."""
@@ -218,7 +223,7 @@ class Speculation:
         return NewBases(
             slot=piece.slot,
             token_ids=token_ids[held:],
-            hidden_BD=piece.hidden_RD[torch.tensor(settled, device=piece.hidden_RD.device)],
+            hidden_BD=piece.read_RD[torch.tensor(settled, device=piece.read_RD.device)],
             drafts=True,
             generator=sequence.generator,
         )

@@ -142,7 +142,7 @@ def estimate_from_answers(
     ]
     acceptance = estimate(
         trained,
-        engine.prefill(responses, PrefillSettings(target_layer_ids=(), top_k=None)),
+        engine.prefill(responses, PrefillSettings(target_layer_ids=trained.target_layer_ids, top_k=None)),
         num_speculative_tokens=settings.num_speculative_tokens,
         draft_sampling=settings.draft_sampling,
         sampling=settings.sampling,

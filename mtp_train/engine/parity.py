@@ -61,7 +61,7 @@ def measure_parity(
     if settings.num_speculative_tokens < 2:
         raise ValueError("parity: expected num_speculative_tokens of at least 2, which the comparison of draft rows needs, found 1")
     ours, theirs = hf.speculate(requests, checkpoint, settings), vllm.speculate(requests, served, settings)
-    samples = hf.prefill(_responses(requests, theirs), PrefillSettings(target_layer_ids=(), top_k=None))
+    samples = hf.prefill(_responses(requests, theirs), PrefillSettings(target_layer_ids=head.target_layer_ids, top_k=None))
     estimated = estimate(
         head,
         samples,
@@ -109,9 +109,10 @@ def _trace(
 ) -> Conformance:
     measured, rows = vllm.trace(requests, served, settings)
     responses = _responses(requests, measured)
-    hidden = {s.sample_id: s.hidden_TD for s in hf.prefill(responses, PrefillSettings(target_layer_ids=(), top_k=None))}
+    samples = hf.prefill(responses, PrefillSettings(target_layer_ids=head.target_layer_ids, top_k=None))
+    read = {sample.sample_id: head.read_target(sample.hidden_TD, sample.taps_TLD).detach() for sample in samples}
     answers = {response.prompt_id: response.token_ids for response in responses}
-    return compare_drafts(rows, head=head, target_hidden=hidden, answers=answers, tolerance=TOLERANCES[hf.dtype])
+    return compare_drafts(rows, head=head, target_hidden=read, answers=answers, tolerance=TOLERANCES[hf.dtype])
 
 
 def parity_report(parity: Parity) -> str:
