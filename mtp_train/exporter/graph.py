@@ -1,4 +1,4 @@
-"""The pair head's graph in plain torch, built from exported files alone: the second opinion that an export is proven by.
+"""A head's graph in plain torch, built from exported files alone: the second opinion that an export is proven by.
 
 Independent of ``head/``, ``nn/attention.py`` and ``nn/experts.py``: transformers' own layer, eager throughout, one sample at a
 time, a written-out mask and a growing cache, where the trainer has packed samples and merged log-sum-exps.
@@ -6,8 +6,9 @@ time, a written-out mask and a growing cache, where the trainer has packed sampl
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -15,19 +16,22 @@ from torch.nn import functional
 from mtp_train.nn.layer import layer_parts
 from mtp_train.target.weights import SharedWeights
 
+if TYPE_CHECKING:
+    from transformers import Cache
+
 
 class GraphStep(NamedTuple):
     """One depth over one sample. Row t speaks about token t + depth + 2; rows from T - 1 - depth on read no token of the
-    sample and mean nothing. ``hidden_TD`` is what the lm_head reads."""
+    sample and mean nothing. ``hidden_TD`` is what the lm_head reads; ``logits_TV`` are -inf outside a draft vocabulary."""
 
     hidden_TD: torch.Tensor
     logits_TV: torch.Tensor
 
 
-class PairGraph:
-    """Projection of (hidden, next token), one decoder layer, an output norm; which norms there are, the config says.
+class Graph(ABC):
+    """What the heads' graphs have in common: the loop over depths, the layer's config and mask, loading.
 
-    ``config`` is the exported config.json, ``tensors`` the exported weights (embed_norm, hidden_norm, fc, layers.0.*, norm).
+    ``config`` is the exported config.json, ``tensors`` the exported weights.
     Errors: ValueError where a tensor is missing, has another shape, or is not part of the graph.
     """
 
@@ -35,8 +39,6 @@ class PairGraph:
         from transformers import AutoConfig
 
         self.norms: Mapping[str, bool] = config["norms"]
-        self.column_order: str = config["column_order"]
-        self.zero_first_embedding: bool = config["zero_first_embedding"]
         self.shared = shared
         target = dict(config["target_config"])
         layer_config = AutoConfig.for_model(target.pop("model_type"), **target)
@@ -44,22 +46,17 @@ class PairGraph:
         layer_config._experts_implementation = "eager"
         self.config = layer_config
         self.layer_index = layer_config.num_hidden_layers - 1
-        parts = layer_parts(layer_config)
-        size, eps = layer_config.hidden_size, layer_config.rms_norm_eps
-        layer = parts.layer(layer_config, self.layer_index)
-        if not self.norms["input"]:
-            layer.input_layernorm = torch.nn.Identity()
-        self.layer = layer
-        modules = {
-            "embed_norm": parts.norm(size, eps=eps) if self.norms["embed"] else torch.nn.Identity(),
-            "hidden_norm": parts.norm(size, eps=eps) if self.norms["hidden"] else torch.nn.Identity(),
-            "fc": torch.nn.Linear(2 * size, size, bias=False),
-            "layers": torch.nn.ModuleList([layer]),
-            "norm": parts.norm(size, eps=eps) if self.norms["output"] else torch.nn.Identity(),
-        }
-        self.modules = torch.nn.ModuleDict(modules).eval().requires_grad_(False)
-        self.rotary = parts.rotary(config=layer_config)
+        self.parts = layer_parts(layer_config)
+        self.rotary = self.parts.rotary(config=layer_config)
+        self.modules = torch.nn.ModuleDict(self._modules(config)).eval().requires_grad_(False)
         self.load(tensors)
+
+    def _norm(self, *, there: bool = True) -> torch.nn.Module:
+        return self.parts.norm(self.config.hidden_size, eps=self.config.rms_norm_eps) if there else torch.nn.Identity()
+
+    @abstractmethod
+    def _modules(self, config: Mapping[str, Any]) -> dict[str, torch.nn.Module]:
+        """The graph's modules by the names that its tensors begin with."""
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace all weights; every tensor of the graph, and no other, must be there."""
@@ -69,33 +66,42 @@ class PairGraph:
             raise ValueError(f"export: expected the tensors of the graph that config.json states, found {error}") from error
 
     @torch.no_grad()
-    def unroll(self, *, token_ids_T: torch.Tensor, hidden_TD: torch.Tensor, num_depths: int) -> Iterator[GraphStep]:
-        """Draft ``num_depths`` deep from every base of one sample (T tokens, the target's hidden states of their positions)."""
+    def unroll(
+        self, *, token_ids_T: torch.Tensor, hidden_TD: torch.Tensor, num_depths: int, taps_TLD: torch.Tensor | None = None
+    ) -> Iterator[GraphStep]:
+        """Draft ``num_depths`` deep from every base of one sample (T tokens, the target's hidden states of their positions,
+        and the layers that it taps, where the head reads any)."""
         from transformers import DynamicCache
 
-        num_tokens, cache = token_ids_T.shape[0], DynamicCache()
-        feedback_TD = hidden_TD.float()
+        cache = DynamicCache()
+        state_TD = self._read_target(hidden_TD.float(), taps_TLD)
         for depth in range(num_depths):
-            position_1T = (torch.arange(num_tokens) + depth)[None]
             read_T = functional.pad(token_ids_T, (0, depth + 1))[depth + 1 :]
             embed_TD = functional.embedding(read_T, self.shared.embedding_VD).float()
-            if self.zero_first_embedding and depth == 0:
-                embed_TD[0] = 0.0
-            embed_TD, state_TD = self.modules["embed_norm"](embed_TD), self.modules["hidden_norm"](feedback_TD)
-            pair = [state_TD, embed_TD] if self.column_order == "hidden_embed" else [embed_TD, state_TD]
-            fused_1TD = self.modules["fc"](torch.cat(pair, dim=-1))[None]
-            out = self.layer(
-                fused_1TD,
-                position_ids=position_1T,
-                position_embeddings=self.rotary(fused_1TD, position_ids=position_1T),
-                attention_mask=self._mask(num_tokens, depth),
-                past_key_values=cache,
-                use_cache=True,
-            )
-            raw_TD = (out[0] if isinstance(out, tuple) else out)[0]
+            raw_TD = self._layer(embed_TD, state_TD, depth=depth, cache=cache)
             out_TD = self.modules["norm"](raw_TD)
-            yield GraphStep(out_TD, functional.linear(out_TD, self.shared.lm_head_VD.float()))
-            feedback_TD = out_TD if self.norms["feedback"] else raw_TD
+            yield GraphStep(out_TD, self._logits(out_TD))
+            state_TD = out_TD if self.norms["feedback"] else raw_TD
+
+    def _read_target(self, hidden_TD: torch.Tensor, taps_TLD: torch.Tensor | None) -> torch.Tensor:
+        return hidden_TD
+
+    @abstractmethod
+    def _layer(self, embed_TD: torch.Tensor, state_TD: torch.Tensor, *, depth: int, cache: Cache) -> torch.Tensor:
+        """One depth's decoder layer over all bases, before the output norm, (T, D)."""
+
+    def _logits(self, out_TD: torch.Tensor) -> torch.Tensor:
+        return functional.linear(out_TD, self.shared.lm_head_VD.float())
+
+    def _attention_inputs(self, x_1TE: torch.Tensor, *, depth: int) -> dict[str, Any]:
+        """Rotary embedding and mask of a depth, as transformers' layers and attention take them."""
+        num_tokens = x_1TE.shape[1]
+        position_1T = (torch.arange(num_tokens) + depth)[None]
+        return {
+            "position_embeddings": self.rotary(x_1TE, position_ids=position_1T),
+            "attention_mask": self._mask(num_tokens, depth),
+            "position_ids": position_1T,
+        }
 
     def _mask(self, num_tokens: int, depth: int) -> torch.Tensor:
         """What is added to the scores, (1, 1, T, (depth + 1) T): the keys of depth 0 up to the base, of later depths the
@@ -116,3 +122,39 @@ class PairGraph:
         if settings.get("sliding_window") is None:
             return False
         return kinds[self.layer_index] == "sliding_attention" if kinds else bool(settings.get("use_sliding_window", True))
+
+
+class PairGraph(Graph):
+    """Projection of (hidden, next token), one decoder layer, an output norm; which norms there are, the config says.
+
+    Tensors: embed_norm, hidden_norm, fc, layers.0.*, norm.
+    """
+
+    def __init__(self, *, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], shared: SharedWeights) -> None:
+        self.column_order: str = config["column_order"]
+        self.zero_first_embedding: bool = config["zero_first_embedding"]
+        super().__init__(config=config, tensors=tensors, shared=shared)
+
+    def _modules(self, config: Mapping[str, Any]) -> dict[str, torch.nn.Module]:
+        layer = self.parts.layer(self.config, self.layer_index)
+        if not self.norms["input"]:
+            layer.input_layernorm = torch.nn.Identity()
+        size = self.config.hidden_size
+        return {
+            "embed_norm": self._norm(there=self.norms["embed"]),
+            "hidden_norm": self._norm(there=self.norms["hidden"]),
+            "fc": torch.nn.Linear(2 * size, size, bias=False),
+            "layers": torch.nn.ModuleList([layer]),
+            "norm": self._norm(there=self.norms["output"]),
+        }
+
+    def _layer(self, embed_TD: torch.Tensor, state_TD: torch.Tensor, *, depth: int, cache: Cache) -> torch.Tensor:
+        if self.zero_first_embedding and depth == 0:
+            embed_TD[0] = 0.0
+        embed_TD, state_TD = self.modules["embed_norm"](embed_TD), self.modules["hidden_norm"](state_TD)
+        pair = [state_TD, embed_TD] if self.column_order == "hidden_embed" else [embed_TD, state_TD]
+        fused_1TD = self.modules["fc"](torch.cat(pair, dim=-1))[None]
+        layer: Any = self.modules.get_submodule("layers.0")
+        out = layer(fused_1TD, past_key_values=cache, use_cache=True, **self._attention_inputs(fused_1TD, depth=depth))
+        raw_TD: torch.Tensor = (out[0] if isinstance(out, tuple) else out)[0]
+        return raw_TD

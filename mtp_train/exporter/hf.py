@@ -1,7 +1,8 @@
-"""``exporter=hf``: a pair head as plain config.json and model.safetensors, which any reader can rebuild from its card."""
+"""``exporter=hf``: a head as plain config.json and model.safetensors, which any reader can rebuild from its card."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,26 +10,57 @@ import torch
 
 from mtp_train.exporter.base import Exporter, ExportResult, Rename, Source, finished_export, identity_of, publishing, read_source, rename
 from mtp_train.exporter.card import card
-from mtp_train.exporter.graph import PairGraph
+from mtp_train.exporter.eagle3 import EAGLE3_TABLE, with_offsets
+from mtp_train.exporter.graph import Graph, PairGraph
+from mtp_train.exporter.graph_eagle3 import Eagle3Graph
 from mtp_train.exporter.proof import prove, read_probe, same_tensors
 from mtp_train.runtime import atomic_write_json, atomic_write_text, read_json
 from mtp_train.target.weights import SharedWeights, read_shared
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 FORMAT_VERSION = 1
-TABLE = (
+PAIR_TABLE = (
     Rename("embed_norm.weight", "embed_norm.weight"),
     Rename("hidden_norm.weight", "hidden_norm.weight"),
     Rename("projection.weight", "fc.weight"),
     Rename("decoder.layer.*", "layers.0.*"),
     Rename("output_norm.weight", "norm.weight"),
 )
-_SETTINGS = ("norms", "column_order", "zero_first_embedding")
-_NORMS = {"embed", "hidden", "input", "output", "feedback"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """How heads of one graph are written: ``settings`` and ``norms`` are what head.json must state of them."""
+
+    model_type: str
+    architecture: str
+    graph: type[Graph]
+    table: tuple[Rename, ...]
+    settings: tuple[str, ...]
+    norms: frozenset[str]
+
+
+_PAIR = _Layout(
+    model_type="mtp_train_pair",
+    architecture="MtpTrainPairHead",
+    graph=PairGraph,
+    table=PAIR_TABLE,
+    settings=("norms", "column_order", "zero_first_embedding"),
+    norms=frozenset({"embed", "hidden", "input", "output", "feedback"}),
+)
+_EAGLE3 = _Layout(
+    model_type="mtp_train_eagle3",
+    architecture="MtpTrainEagle3Head",
+    graph=Eagle3Graph,
+    table=EAGLE3_TABLE,
+    settings=("norms", "target_layer_ids", "draft_vocab_size"),
+    norms=frozenset({"taps", "feedback"}),
+)
+_LAYOUTS = {"mtp": _PAIR, "eagle": _PAIR, "eagle3": _EAGLE3}
 
 
 class HfExporter(Exporter):
-    """float32 weights under readable names, with the target's config for the layer. Embedding and lm_head are the
+    """float32 weights under readable names, with the target's config for the layer. Embedding and a shared lm_head are the
     target's own and not shipped. ``overwrite``: whether another head's export in the same folder may be replaced.
     ``trust_remote_code`` must be off: the layer is rebuilt from config.json by transformers' own classes alone."""
 
@@ -45,18 +77,19 @@ class HfExporter(Exporter):
     def export(self, checkpoint: Path, target_path: Path, out: Path) -> ExportResult:
         source = read_source(checkpoint, target_path)
         config = exported_config(source)
+        layout = _LAYOUTS.get(source.head["method"], _PAIR)
         identity = identity_of(source, word=self.word, settings={"format_version": FORMAT_VERSION})
         finished = finished_export(out, identity=identity)
         if finished is not None:
             return finished
-        tensors = {name: tensor.contiguous() for name, tensor in rename(source.tensors, TABLE).items()}
+        tensors = {name: tensor.contiguous() for name, tensor in rename(with_offsets(source), layout.table).items()}
         with publishing(out, identity=identity, overwrite=self.overwrite) as publication:
             _write(publication.folder, config, tensors)
             read_config, read = _read(publication.folder)
             if read_config != config:
                 raise ValueError(f"export: expected {CONFIG} as it was written, found another; the disk or the writer damaged it")
             same_tensors(tensors, read)
-            graph = PairGraph(config=read_config, tensors=read, shared=read_shared(target_path))
+            graph = layout.graph(config=read_config, tensors=read, shared=read_shared(target_path))
             publication.proof = prove(graph, read, read_probe(checkpoint), dtype="float32")
             publication.serve = f'mtp_train.exporter.hf.load_exported(Path("{out}"), target_path=Path("{target_path}"))'
             atomic_write_text(publication.folder / CARD, card(source, config, proof=publication.proof, tensors=read))
@@ -67,46 +100,47 @@ class HfExporter(Exporter):
 def exported_config(source: Source) -> dict[str, Any]:
     """config.json: the graph's switches, and the target's config for the layer's sizes, rotary embedding and norms.
 
-    Errors: ValueError where the head is not of this graph.
+    Errors: ValueError where the head is of no graph that this format holds.
     """
     head = source.head
-    settings = head["settings"]
-    missing = [key for key in _SETTINGS if key not in settings]
-    if missing or set(settings["norms"]) != _NORMS:
+    layout, settings = _LAYOUTS.get(head["method"], _PAIR), head["settings"]
+    missing = [key for key in layout.settings if key not in settings]
+    if missing or set(settings["norms"]) != layout.norms:
         raise ValueError(
-            f"exporter=hf: expected a pair head (mtp or eagle) whose settings state {_SETTINGS} and the norms {sorted(_NORMS)}, found "
-            f"{head['head']!r} without {missing or 'all of the norms'}; this format does not hold it"
+            f"exporter=hf: expected a pair head (mtp or eagle) or eagle3, whose settings state {layout.settings} and the norms "
+            f"{sorted(layout.norms)}, found {head['head']!r} without {missing or 'all of the norms'}; this format does not hold it"
         )
     if head["hidden_state"] != "post_norm":
         raise ValueError(
             f"exporter=hf: expected a head that reads post_norm hidden states, found {head['hidden_state']!r}; retrain it on them"
         )
     return {
-        "architectures": ["MtpTrainPairHead"],
-        "model_type": "mtp_train_pair",
+        "architectures": [layout.architecture],
+        "model_type": layout.model_type,
         "format_version": FORMAT_VERSION,
         "dtype": "float32",
         "head": head["head"],
         "method": head["method"],
         "hidden_state": head["hidden_state"],
-        **{key: settings[key] for key in _SETTINGS},
+        **{key: settings[key] for key in layout.settings},
         "target": head["target"],
         "target_config": source.target_config,
         "head_weights_sha256": head["weights_sha256"],
     }
 
 
-def load_exported(path: Path, *, target_path: Path, shared: SharedWeights | None = None) -> PairGraph:
+def load_exported(path: Path, *, target_path: Path, shared: SharedWeights | None = None) -> Graph:
     """Rebuild an exported head's graph; the target's folder gives embedding and lm_head (or ``shared`` does).
 
     Errors: ValueError where the folder is no such export, or was made for another target.
     """
     config, tensors = _read(path)
-    if config.get("model_type") != "mtp_train_pair" or config.get("format_version") != FORMAT_VERSION:
+    layout = {layout.model_type: layout for layout in _LAYOUTS.values()}.get(str(config.get("model_type")))
+    if layout is None or config.get("format_version") != FORMAT_VERSION:
         raise ValueError(
             f"{path / CONFIG}: expected an export by exporter=hf of format {FORMAT_VERSION}, found model_type {config.get('model_type')!r}"
         )
-    return PairGraph(config=config, tensors=tensors, shared=read_shared(target_path) if shared is None else shared)
+    return layout.graph(config=config, tensors=tensors, shared=read_shared(target_path) if shared is None else shared)
 
 
 def _write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:

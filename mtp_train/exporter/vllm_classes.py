@@ -10,10 +10,11 @@ loads and serves other numbers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mtp_train.exporter.base import Rename
+from mtp_train.exporter.eagle3 import EAGLE3_TABLE
 
 # Families whose decoder layer, rotary embedding and norms are Llama's, in transformers and in vLLM.
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -32,12 +33,12 @@ _O_BIAS = ("self_attn.o_proj.bias",)
 _MLP_BIAS = ("mlp.gate_proj.bias", "mlp.up_proj.bias", "mlp.down_proj.bias")
 _QK_NORM = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
-LayerKind = Literal["qwen2", "llama", "minicpm", "plugin"]
+LayerKind = Literal["qwen2", "llama", "minicpm", "eagle3", "eagle3_qwen3", "plugin"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class VllmClass:
-    """One row. ``norms`` and ``zero_first_embedding`` None: as the export's config says (the plugin).
+    """One row. ``norms`` and ``zero_first_embedding`` None: as the export's config says (the plugin, EAGLE-3).
 
     ``reads_target_config``: the class builds its layer from the *target's* config, which must be given
     ``num_nextn_predict_layers`` by an override. ``prefix`` stands before the head's tensors, ``layer_prefix`` before its
@@ -46,7 +47,7 @@ class VllmClass:
 
     name: str
     source: str
-    method: Literal["mtp", "eagle"]
+    method: Literal["mtp", "eagle", "eagle3"]
     architecture: str
     model_type: str
     norms: Mapping[str, bool] | None
@@ -62,6 +63,8 @@ class VllmClass:
 
     def renames(self, *, tensors: frozenset[str]) -> list[Rename]:
         """One row per tensor of the head that this class reads; ours are head.safetensors' names."""
+        if self.method == "eagle3":
+            return list(EAGLE3_TABLE)
         table = [Rename("projection.weight", self.projection)]
         for ours, theirs in (
             ("embed_norm.weight", self.embed_norm),
@@ -80,19 +83,24 @@ class VllmClass:
             "qwen2": _QKV_BIAS,
             "llama": (*_QKV_BIAS, *_O_BIAS, *_MLP_BIAS),
             "minicpm": (),
+            "eagle3": (*_QKV_BIAS, *_O_BIAS, *_MLP_BIAS),
+            "eagle3_qwen3": _QK_NORM,
             "plugin": (*_QKV_BIAS, *_O_BIAS, *_MLP_BIAS, *_QK_NORM),
         }[self.layer]
 
-    @property
-    def fillers(self) -> dict[str, float]:
-        """Tensors that the class insists on where the head has none, and the value to fill them with.
+    def fillers(self, *, tensors: frozenset[str]) -> dict[str, float]:
+        """Tensors that the class insists on where the head, whose names these are, has none, and the value to fill them with.
 
         Qwen2's layer has biases on q, k and v: left out, they stay uninitialised memory, and the head serves noise.
         MiniCPM's class has an output norm that it never calls, and refuses to load without it.
+        EAGLE-3's has biases on all four projections of its attention or on none.
         """
-        if self.layer == "qwen2":
-            return {self.layer_prefix + name: 0.0 for name in _QKV_BIAS}
-        return {"model.norm.weight": 1.0} if self.layer == "minicpm" else {}
+        if self.layer == "minicpm":
+            return {"model.norm.weight": 1.0}
+        wanted: tuple[str, ...] = _QKV_BIAS if self.layer == "qwen2" else ()
+        if self.layer == "eagle3" and any(f"decoder.layer.{name}" in tensors for name in (*_QKV_BIAS, *_O_BIAS)):
+            wanted = (*_QKV_BIAS, *_O_BIAS)
+        return {self.layer_prefix + name: 0.0 for name in wanted if f"decoder.layer.{name}" not in tensors}
 
 
 def _norms(*on: str) -> dict[str, bool]:
@@ -188,6 +196,37 @@ CLASSES: tuple[VllmClass, ...] = (
     ),
 )
 
+# EAGLE-3 (vLLM 0.32, llama_eagle3.py): norms on embedding and state, the output norm and an lm_head of its own are always there;
+# fc_norm, norm_output, the taps and d2t are as config.json and the weights say.
+EAGLE3 = VllmClass(
+    name="Eagle3LlamaForCausalLM",
+    source="llama_eagle3.py",
+    method="eagle3",
+    architecture="LlamaForCausalLMEagle3",
+    model_type="llama",
+    norms=None,
+    zero_first_embedding=False,
+    column_order="embed_hidden",
+    layer="eagle3",
+    reads_target_config=False,
+    embed_norm="layers.0.input_layernorm.weight",
+    hidden_norm="layers.0.hidden_norm.weight",
+    projection="fc.weight",
+    output_norm="norm.weight",
+    # This class puts "model." before the names itself.
+    layer_prefix="layers.0.",
+)
+
+# The same with norms on queries and keys, for targets of the Qwen3 family (qwen3_eagle3.py).
+EAGLE3_QWEN3 = replace(
+    EAGLE3,
+    name="Eagle3Qwen3ForCausalLM",
+    source="qwen3_eagle3.py",
+    architecture="Eagle3Qwen3ForCausalLM",
+    model_type="qwen3",
+    layer="eagle3_qwen3",
+)
+
 # Ours (engine/vllm_plugin.py): any mixture of the switches, where no stock class has it.
 PLUGIN = VllmClass(
     name="EagleMtpTrainForCausalLM",
@@ -266,3 +305,15 @@ def _layer_refusal(row: VllmClass, *, tensors: frozenset[str], target: Any) -> s
     if row.name == "ErnieMTP" and target.model_type not in ("llama", "mistral"):
         return f"builds a Llama layer from the target's config, which is of model_type {target.model_type}"
     return None
+
+
+def choose_eagle3(*, tensors: frozenset[str], target: Any) -> VllmClass:
+    """The class of EAGLE-3 heads: Qwen3's where the layer has norms on queries and keys, else Llama's.
+
+    Errors: ValueError where the target's family, or the head's layer, is none that it computes.
+    """
+    row = EAGLE3_QWEN3 if "decoder.layer.self_attn.q_norm.weight" in tensors else EAGLE3
+    refusal = _family_refusal(target) or _layer_refusal(row, tensors=tensors, target=target)
+    if refusal is not None:
+        raise ValueError(f"exporter=vllm: {row.name}: {refusal}; no class of vLLM, and not our plugin, computes such a head")
+    return row
