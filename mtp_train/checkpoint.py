@@ -1,4 +1,4 @@
-"""A head on disk: ``head.safetensors`` (float32 weights) and ``head.json`` (what rebuilds and identifies it)."""
+"""A head on disk: ``head.safetensors`` (float32 weights, integers as they are) and ``head.json`` (what rebuilds and identifies it)."""
 
 from __future__ import annotations
 
@@ -28,9 +28,14 @@ def save_head(
 
     path.mkdir(parents=True, exist_ok=True)
     with atomic_path(path / WEIGHTS) as temporary:
-        save_file({name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}, temporary)
+        save_file({name: _stored(tensor) for name, tensor in tensors.items()}, temporary)
     document = {"format_version": FORMAT_VERSION, **config, "target": dict(target), "made_by": dict(made_by)}
     atomic_write_json(path / CONFIG, {**document, "weights_sha256": sha256_file(path / WEIGHTS)})
+
+
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to("cpu", dtype).contiguous()
 
 
 def read_head_config(path: Path) -> dict[str, Any]:
@@ -67,3 +72,14 @@ def read_head_tensors(path: Path) -> dict[str, torch.Tensor]:
             f"{path / WEIGHTS}: expected sha256 {expected}, found {found}; the file is damaged or of another head: copy it again"
         )
     return load_file(path / WEIGHTS)
+
+
+def check_states(path: Path, *, stated: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """ValueError unless ``head.json`` states what the head rebuilt from it and the weights says of itself (``draft_config``):
+    a draft vocabulary of other tokens would be noticed by nothing else."""
+    for key, value in found.items():
+        if stated.get(key) != value:
+            raise ValueError(
+                f"{path}: expected {CONFIG} and {WEIGHTS} to agree on {key}, found {stated.get(key)} and {value}; "
+                "they are of different heads: copy the folder again, or train anew"
+            )

@@ -74,9 +74,10 @@ def main(cfg: DictConfig) -> None:
     from mtp_train.cache.plan import PlannedSample
     from mtp_train.cache.writer import CacheWriter
     from mtp_train.engine.base import PrefillSettings
-    from mtp_train.target.spec import quantization_of
+    from mtp_train.target.spec import default_tap_ids, quantization_of
 
-    settings = PrefillSettings(target_layer_ids=tuple(cfg.target_layer_ids), top_k=cfg.top_k)
+    taps = default_tap_ids(target.spec.num_layers) if cfg.target_layer_ids is None else tuple(cfg.target_layer_ids)
+    settings = PrefillSettings(target_layer_ids=taps, top_k=cfg.top_k)
     target.spec.check_layer_ids(settings.target_layer_ids)
     size = CacheSize(
         codec=cfg.codec,

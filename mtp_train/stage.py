@@ -251,7 +251,7 @@ def head_loader(target: OpenTarget) -> Callable[[Path, SharedWeights], Head]:
     """A function that rebuilds a trained head from its checkpoint; it refuses a head of another target."""
 
     def load(path: Path, shared: SharedWeights) -> Head:
-        from mtp_train.checkpoint import read_head_config, read_head_tensors
+        from mtp_train.checkpoint import check_states, read_head_config, read_head_tensors
 
         config = read_head_config(path)
         stated = config["target"]
@@ -264,6 +264,7 @@ def head_loader(target: OpenTarget) -> Callable[[Path, SharedWeights], Head]:
                 )
         head = build_head(config["head"], config["settings"], target=target, shared=shared)
         head.load_state_dict(read_head_tensors(path))
+        check_states(path, stated=config, found=head.draft_config())
         return head
 
     return load

@@ -13,6 +13,7 @@ from mtp_train.runtime import barrier, is_main, log
 from mtp_train.stage import OpenTarget, Run, build, head_loader, load_word, open_target, plain, stage, start
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from omegaconf import DictConfig
 
     from mtp_train.cache.reader import CacheReader
@@ -65,7 +66,42 @@ def _objective(cfg: DictConfig) -> Objective:
         weight = float(settings.pop("weight"))
         if weight != 0:
             terms[word] = Term(weight, build({**node, **settings}))
-    return Objective(terms=terms, draft_steps=cfg.draft_steps, decay=cfg.depth_decay, chunk_rows=cfg.chunk_rows)
+    weights = None if cfg.depth_weights is None else tuple(float(weight) for weight in cfg.depth_weights)
+    return Objective(terms=terms, draft_steps=cfg.draft_steps, decay=cfg.depth_decay, chunk_rows=cfg.chunk_rows, depth_weights=weights)
+
+
+def _head(
+    cfg: DictConfig, target: OpenTarget, accelerator: Accelerator, train: Subset, held_out: Subset | None
+) -> tuple[Head, Subset, Subset | None]:
+    """The head as training begins, and the samples with what it reads of them. Its draft vocabulary, where it has one, is
+    counted in those to train on.
+
+    Errors: ValueError where it reads tapped layers that the cache lacks, or noise_scale would shake the last hidden state,
+    which it then does not read.
+    """
+    from mtp_train.target.draft_vocabulary import count_answer_tokens, most_frequent
+    from mtp_train.target.weights import read_shared
+    from mtp_train.trainer.module import compute_dtype
+
+    shared = read_shared(target.path).to(device=accelerator.device, dtype=compute_dtype(cfg.precision))
+    head: Head = build(cfg.head, target_path=target.path, shared=shared, trust_remote_code=target.trust_remote_code)
+    if head.target_layer_ids and cfg.noise_scale:
+        raise ValueError(
+            "noise_scale: expected 0 for a head that reads tapped layers (it learns from its own states: draft_steps), "
+            f"found {cfg.noise_scale}; set noise_scale=0"
+        )
+    train = train.with_taps(head.target_layer_ids)
+    held_out = None if held_out is None else held_out.with_taps(head.target_layer_ids)
+    if head.draft_vocab_size is not None:
+        rank, world = accelerator.process_index, accelerator.num_processes
+        own = range(len(train) * rank // world, len(train) * (rank + 1) // world)  # consecutive: each reads its own shards
+        counts_V = count_answer_tokens((train[number] for number in own), vocab_size=target.spec.vocab_size)
+        counts_V = accelerator.reduce(counts_V.to(accelerator.device), "sum").cpu()
+        ids_U = most_frequent(counts_V, size=head.draft_vocab_size)
+        head.use_draft_ids(ids_U)
+        covered, total = int(counts_V[ids_U].sum()), int(counts_V.sum())
+        log(f"draft vocabulary: {len(ids_U)} of {len(counts_V)} tokens, {covered} of {total} answer tokens ({covered / total:.2%})")
+    return head, train, held_out
 
 
 def _loop_settings(cfg: DictConfig, *, num_steps: int) -> LoopSettings:
@@ -95,6 +131,8 @@ def _identity(cfg: DictConfig, head: Head, train: Subset, *, num_steps: int) -> 
         del settings[name]["_target_"]
     if cfg.schedule.kind == "cosine":  # a constant rate may be trained on for longer
         settings["num_steps"] = num_steps
+    if cfg.depth_weights is not None:
+        settings["depth_weights"] = plain(cfg.depth_weights)
     return {**settings, "head": head.draft_config(), "data": train.fingerprint()}
 
 
@@ -123,7 +161,7 @@ def main(cfg: DictConfig) -> None:
     from mtp_train.batch.plan import DataPlan
     from mtp_train.target.weights import read_shared
     from mtp_train.trainer.loop import Trainer
-    from mtp_train.trainer.module import compute_dtype, make_accelerator
+    from mtp_train.trainer.module import make_accelerator
     from mtp_train.trainer.probe import PROBE, write_probe
     from mtp_train.trainer.start import start_from_data
     from mtp_train.trainer.state import HeadFile, check_continues, complete_steps
@@ -139,8 +177,7 @@ def main(cfg: DictConfig) -> None:
     num_steps = cfg.num_steps if cfg.num_steps is not None else plan.steps_of(cfg.num_epochs)
     objective = _objective(cfg)
     accelerator = make_accelerator(cfg.device)
-    shared = read_shared(target.path).to(device=accelerator.device, dtype=compute_dtype(cfg.precision))
-    head: Head = build(cfg.head, target_path=target.path, shared=shared, trust_remote_code=target.trust_remote_code)
+    head, train, held_out = _head(cfg, target, accelerator, train, held_out)
     identity = _identity(cfg, head, train, num_steps=num_steps)
     check_continues(Path(cfg.out), identity)  # before anything there is overwritten
     run: Run = start(cfg, stage_name="train")

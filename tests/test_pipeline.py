@@ -451,3 +451,31 @@ def test_schemes_come_into_one_report_beside_the_chain(finished: Run, tmp_path: 
     assert len({json.dumps(text, sort_keys=True) for text in texts.values()}) == 1
     page = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
     assert "tree (dynamic\\_tree), depth 3, 5 nodes less mtp, chain, K = 5" in page
+
+
+def test_eagle3_goes_through_every_stage(finished: Run, tmp_path: Path, shell: Shell) -> None:
+    """A cache with taps serves both heads: the one that reads them, and the one that does not, whose weights stay the same."""
+    run = Run(tmp_path / "run", finished.target, shell)
+    shutil.copytree(finished.folder / "responses", run.folder / "responses")
+    words = ["head=eagle3", "head.target_layer_ids=[0,1]", "head.draft_vocab_size=64", "draft_steps=2", "depth_weights=[1.0,0.5]"]
+    assert "target_layer_ids=[0,1], or choose" in run.refused("train", *words, "noise_scale=0", f"cache={finished.folder}/cache")
+    run.ok("precompute", "target_layer_ids=[1,0]")
+    assert "set noise_scale=0" in run.refused("train", *words)
+    run.ok("train")
+    assert run.weights() == finished.weights()
+    assert "draft vocabulary: 64 of 320 tokens" in run.ok("train", *words, "noise_scale=0")
+    head = json.loads((run.folder / "checkpoint" / "eagle3" / "head.json").read_text(encoding="utf-8"))
+    assert head["settings"]["target_layer_ids"] == [0, 1] and len(head["draft_vocabulary_sha256"]) == 64
+    run.ok("evaluate", "name=eagle3")
+    report = run.report()
+    (proof,) = [m["identity"] for m in report["measurements"] if m["identity"] is not None]
+    assert proof["num_prompts"] == 20 and all(d["logit_gap"] <= 1e-4 for d in proof["differences"])
+    here = [m for m in report["measurements"] if m["acceptance"]["temperature"] == 0 and m["identity"] is None]
+    measured, estimated = sorted(here, key=lambda m: m["acceptance"]["measured_by"] == "estimate")
+    counts = [[(p["num_drafts"], p["num_accepted_per_position"]) for p in m["acceptance"]["prompts"]] for m in (measured, estimated)]
+    assert counts[0] == counts[1] and sum(drafts for drafts, _ in counts[0]) > 20
+    run.ok("export", "name=eagle3")
+    run.ok("export", "name=eagle3", "exporter=vllm", "exporter.dtype=float32", "exporter.allow_plugin=false")
+    for exporter in ("hf", "vllm"):
+        served = load_file(run.folder / "served" / f"eagle3-{exporter}" / "model.safetensors")
+        assert served["d2t"].shape == (64,) and served["lm_head.weight"].shape == (64, 64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mtp_train.batch.plan import DataPlan
 from mtp_train.cache.format import CacheIdentity
@@ -13,10 +14,11 @@ from mtp_train.records import Sample
 
 
 class Subset:
-    """Some samples of a cache, numbered anew from 0."""
+    """Some samples of a cache, numbered anew from 0. ``tap_columns``: which of the cache's tapped layers they carry; none
+    unless ``with_taps`` asks."""
 
-    def __init__(self, *, reader: CacheReader, numbers: Sequence[int]) -> None:
-        self._reader, self._numbers = reader, list(numbers)
+    def __init__(self, *, reader: CacheReader, numbers: Sequence[int], tap_columns: Sequence[int] = ()) -> None:
+        self._reader, self._numbers, self._tap_columns = reader, list(numbers), list(tap_columns)
         self.sample_ids = [reader.sample_ids[number] for number in numbers]
         self.lengths = [reader.lengths[number] for number in numbers]
         self.num_loss_tokens = [reader.num_loss_tokens[number] for number in numbers]
@@ -29,7 +31,24 @@ class Subset:
         return len(self._numbers)
 
     def __getitem__(self, number: int) -> Sample:
-        return self._reader[self._numbers[number]]
+        sample = self._reader[self._numbers[number]]
+        if sample.taps_TLD is None:
+            return sample
+        return replace(sample, taps_TLD=sample.taps_TLD[:, self._tap_columns] if self._tap_columns else None)
+
+    def with_taps(self, target_layer_ids: Sequence[int]) -> Subset:
+        """The same samples with the outputs of these layers, in this order.
+
+        Errors: ValueError where the cache has not tapped one of them.
+        """
+        held = self.identity.target_layer_ids
+        if not set(target_layer_ids) <= set(held):
+            raise ValueError(
+                f"cache: expected the outputs of the layers that the head reads, {list(target_layer_ids)}, found {list(held) or 'none'}; "
+                f"precompute into another folder (out=) with target_layer_ids={_words(target_layer_ids)}, "
+                "or choose head.target_layer_ids among these"
+            )
+        return Subset(reader=self._reader, numbers=self._numbers, tap_columns=[held.index(i) for i in target_layer_ids])
 
     def fingerprint(self) -> str:
         """128 bits of sha256 over the shards' checksums and the samples chosen: other data, another fingerprint."""
@@ -68,6 +87,10 @@ def validation_packs(subset: Subset, *, tokens_per_pack: int) -> list[list[int]]
     size = max(tokens_per_pack, *subset.lengths)
     plan = DataPlan(lengths=subset.lengths, sample_ids=subset.sample_ids, seed=0, tokens_per_pack=size, packs_per_step=1)
     return plan.epoch_packs(0)
+
+
+def _words(ids: Sequence[int]) -> str:
+    return f"[{','.join(map(str, ids))}]"
 
 
 def _share(seed: int, sample_id: str) -> float:

@@ -1,7 +1,8 @@
 """The probe beside a head: a few inputs and what the trained head makes of them, for exporters and engines to compare with.
 
-``probe.safetensors`` holds packed samples (``token_ids_T``, ``hidden_TD`` of the target, post-norm, ``bounds``) and, per depth
-k, ``hidden_<k>_TD`` (what the lm_head reads) and ``logits_<k>_TV`` of all rows, in float32. Row i of a sample of n tokens means
+``probe.safetensors`` holds packed samples (``token_ids_T``, ``hidden_TD`` of the target, post-norm, ``bounds``, and ``taps_TLD``
+where the head reads any) and, per depth k, ``hidden_<k>_TD`` (what the lm_head reads) and ``logits_<k>_TV`` of all rows, in
+float32; -inf outside a draft vocabulary. Row i of a sample of n tokens means
 something at depth k where i <= n - 2 - k: beyond, it reads no token of the sample.
 """
 
@@ -32,10 +33,13 @@ def write_probe(folder: Path, head: Head, samples: Sequence[Sample]) -> None:
     chosen = sorted(samples, key=lambda sample: -sample.num_tokens)[: len(_LENGTHS_TOKENS)]
     batch = pack([_beginning(sample, length) for sample, length in zip(chosen, _LENGTHS_TOKENS, strict=False)])
     tensors = {"token_ids_T": batch.token_ids_T, "hidden_TD": batch.hidden_TD, "bounds": torch.tensor(batch.bounds)}
+    if head.target_layer_ids:
+        assert batch.taps_TLD is not None
+        tensors["taps_TLD"] = batch.taps_TLD
     with torch.no_grad():
         for depth, step in enumerate(itertools.islice(head.unroll(batch), _DEPTHS)):
             tensors[f"hidden_{depth}_TD"] = step.hidden_TD.float()
-            tensors[f"logits_{depth}_TV"] = step.project(step.hidden_TD).float()
+            tensors[f"logits_{depth}_TV"] = head.over_target(step.project(step.hidden_TD)).float()
     with atomic_path(folder / PROBE) as temporary:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
 
