@@ -479,3 +479,8 @@ def test_eagle3_goes_through_every_stage(finished: Run, tmp_path: Path, shell: S
     for exporter in ("hf", "vllm"):
         served = load_file(run.folder / "served" / f"eagle3-{exporter}" / "model.safetensors")
         assert served["d2t"].shape == (64,) and served["lm_head.weight"].shape == (64, 64)
+    run.ok("train", *words, "noise_scale=0", "packs_per_step=2", "name=one")
+    run.two_ranks("train", *words, "noise_scale=0", "packs_per_step=2", "name=two")
+    one, two = (load_file(run.folder / "checkpoint" / name / "head.safetensors") for name in ("one", "two"))
+    assert one["draft_ids"].equal(two["draft_ids"]), "each process counts its share"
+    assert all(float((tensor - two[name]).abs().max()) <= 2e-4 for name, tensor in one.items())

@@ -30,7 +30,9 @@ def make_accelerator(device: Device) -> Accelerator:
     if device not in ("auto", "cpu"):
         raise ValueError(f"device: expected auto or cpu, found {device!r}")
     parallel = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    return Accelerator(cpu=device == "cpu" or torch.backends.mps.is_available(), mixed_precision="no", kwargs_handlers=[parallel])
+    # Without an accelerator accelerate must be told, or it does not see the other processes, and each trains alone.
+    cpu = device == "cpu" or not torch.accelerator.is_available() or torch.backends.mps.is_available()
+    return Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[parallel])
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
