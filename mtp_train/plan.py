@@ -36,7 +36,7 @@ def _objective(cfg: DictConfig) -> Objective:
     return Objective(terms=terms, draft_steps=cfg.draft_steps, decay=cfg.depth_decay, chunk_rows=cfg.chunk_rows)
 
 
-def _work(cfg: DictConfig, *, num_tokens: int, exact_teacher: bool) -> Workload:
+def _work(cfg: DictConfig, head: Head, *, num_tokens: int, exact_teacher: bool) -> Workload:
     from mtp_train.planning.work import Workload
 
     return Workload(
@@ -44,7 +44,7 @@ def _work(cfg: DictConfig, *, num_tokens: int, exact_teacher: bool) -> Workload:
         mean_length_tokens=parse_count(cfg.prompt.mean_length_tokens, where="prompt.mean_length_tokens"),
         answer_share=cfg.prompt.answer_share,
         top_k=cfg.top_k,
-        num_taps=len(cfg.target_layer_ids),
+        num_taps=len(head.target_layer_ids if cfg.target_layer_ids is None else cfg.target_layer_ids),
         num_epochs=cfg.num_epochs,
         draft_steps=cfg.draft_steps,
         exact_teacher=exact_teacher,
@@ -72,7 +72,6 @@ def main(cfg: DictConfig) -> None:
 
     hardware = Hardware.read(plain(cfg.hardware))
     objective = _objective(cfg)
-    work = _work(cfg, num_tokens=num_tokens, exact_teacher=objective.needs("exact_teacher"))
     node: dict[str, Any] = plain(cfg.head)
     if node.get("init") == "target_last_layer":
         node["init"] = "random"  # of the same size, and needs no weights to be read
@@ -84,6 +83,7 @@ def main(cfg: DictConfig) -> None:
             return head
 
         meta = meta_head(make_head, target)
+        work = _work(cfg, meta, num_tokens=num_tokens, exact_teacher=objective.needs("exact_teacher"))
         plan = make_plan(
             target=target,
             head=head_sizes(meta, word=meta.word, chosen=chosen_share(read_config(folder, trust_remote_code=False))),

@@ -220,7 +220,7 @@ def test_settings_read_from_a_checkpoint_cannot_name_code(tmp_path: Path) -> Non
     "word", ["../head/mtp", "head/mtp", "/etc/passwd", "mtp.yaml", "Mtp", "mtp\n", "", ".", "..", "mtp_train.head.mtp.Mtp"]
 )
 def test_words_on_disk_are_plain_words(word: str) -> None:
-    with pytest.raises(ValueError, match=r"head: expected one of \['eagle', 'mtp'\], found "):
+    with pytest.raises(ValueError, match=r"head: expected one of \[.*'mtp'.*\], found "):
         load_word("head", word)
 
 

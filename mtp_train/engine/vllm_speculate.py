@@ -43,7 +43,7 @@ def acceptance(
         dtype=dtype,
         wall_s=wall_s,
         notes={
-            "refresh": settings.refresh,
+            "decoding": settings.decoding.stated(),
             "batch_size": settings.batch_size,
             "top_p": settings.sampling.top_p,
             "seed": settings.sampling.seed,

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
+from mtp_train.batch.shift import loss_rows
 from mtp_train.head.base import Drafted, Head
 from mtp_train.nn.attention import AttentionContext
-from mtp_train.nn.layer import layer_parts, read_config
+from mtp_train.nn.layer import layer_parts, read_config, silence_branches
+from mtp_train.nn.least_squares import RIDGE, LeastSquares, before_norm
 from mtp_train.nn.paired_layer import PairedLayer
+from mtp_train.records import Batch
 from mtp_train.target.draft_vocabulary import fingerprint
 from mtp_train.target.spec import default_tap_ids
 from mtp_train.target.weights import SharedWeights, read_layer
 
 NORMS = ("taps", "feedback")
-Init = Literal["random", "target_last_layer"]
+Init = Literal["random", "target_last_layer", "least_squares"]
 
 
 class Eagle3(Head):
@@ -30,8 +33,10 @@ class Eagle3(Head):
     ``norms``: ``taps`` puts an RMSNorm on each tap before the projection, ``feedback`` feeds the state after the output norm
     to the next depth. Both on is EAGLE-3.1 (the engines' ``fc_norm`` and ``norm_output``; arXiv 2605.09992), both off EAGLE-3
     (arXiv 2503.01840). The norms on embedding and state, inside the layer, and the output norm are always there.
-    ``init``: ``random`` (normal with the target's initializer_range) or ``target_last_layer`` (the state begins as the last
-    tap and the layer as the target's last one). Output norm and lm_head start from the target's own in both.
+    ``init``: ``random`` (normal with the target's initializer_range), ``target_last_layer`` (the state begins as the last tap and
+    the layer as the target's last one), or ``least_squares``: the layer's two branches begin silent, and the projection as the
+    linear map from the taps to the target's next hidden state that fits the training data best. Output norm and lm_head start
+    from the target's own in all.
     """
 
     word = "eagle3"
@@ -50,12 +55,16 @@ class Eagle3(Head):
         trust_remote_code: bool,
     ) -> None:
         super().__init__(shared=shared)
-        if init not in ("random", "target_last_layer"):
-            raise ValueError(f"head.init: expected random or target_last_layer, found {init!r}")
+        if init not in get_args(Init):
+            raise ValueError(f"head.init: expected one of {get_args(Init)}, found {init!r}")
         config = read_config(target_path, trust_remote_code=trust_remote_code)
         num_layers, size = config.num_hidden_layers, config.hidden_size
         self._layer_ids = default_tap_ids(num_layers) if target_layer_ids is None else tuple(target_layer_ids)
         self.norms = _check(norms, layer_ids=self._layer_ids, num_layers=num_layers)
+        if init == "least_squares" and not self._layer_ids:
+            raise ValueError(
+                "head.init: expected random or target_last_layer where no layer is tapped, found least_squares, which fits the taps"
+            )
         self.init: Init = init
         self.seed = seed
         norm = layer_parts(config).norm
@@ -83,7 +92,9 @@ class Eagle3(Head):
         self.output_norm.get_parameter("weight").data.copy_(self.shared.final_norm_weight_D)
         if self.draft_ids is None:
             self.lm_head.weight.data.copy_(self.shared.lm_head_VD)
-        if self.init == "target_last_layer":
+        if self.init == "least_squares":
+            silence_branches(self.decoder.layer)
+        elif self.init == "target_last_layer":
             self.decoder.load_target_layer(read_layer(target_path, last_layer))
             if self.fusion is not None:
                 size = self.fusion.out_features
@@ -127,14 +138,34 @@ class Eagle3(Head):
         stated = None if self.draft_ids is None else fingerprint(self.draft_ids)
         return {**super().draft_config(), "draft_vocabulary_sha256": stated}
 
+    @property
+    def starts_from_data(self) -> bool:
+        return self.init == "least_squares"
+
+    def start(self, batches: Iterable[Batch]) -> None:
+        """Fit the projection: what it makes of the taps at base i should be, up to the output norm, h_{i+1}."""
+        assert self.fusion is not None
+        weight_DE, norm_D = self.fusion.weight, self.output_norm.get_parameter("weight")
+        system = LeastSquares(num_inputs=weight_DE.shape[1], num_outputs=weight_DE.shape[0], device=weight_DE.device)
+        for batch in batches:
+            assert batch.taps_TLD is not None
+            rows = loss_rows(batch, ahead=2)
+            wanted_MD = batch.hidden_TD[rows.teacher_M].to(weight_DE.dtype)
+            system.add(self._joined(batch.taps_TLD)[rows.base_M], before_norm(wanted_MD, weight_D=norm_D, eps=self.shared.rms_norm_eps))
+        weight_DE.data.copy_(system.solve(ridge=RIDGE))
+
+    def _joined(self, taps_TLD: torch.Tensor) -> torch.Tensor:
+        """What the projection reads, (T, L D)."""
+        taps_TLD = taps_TLD.to(self.lm_head.weight.dtype)
+        if self.norms["taps"]:
+            taps_TLD = torch.stack([norm(taps_TLD[:, index]) for index, norm in enumerate(self.tap_norms)], dim=1)
+        return taps_TLD.flatten(1)
+
     def read_target(self, hidden_TD: torch.Tensor, taps_TLD: torch.Tensor | None) -> torch.Tensor:
         if self.fusion is None:
             return hidden_TD
         assert taps_TLD is not None and taps_TLD.shape[1] == len(self._layer_ids), "whoever reads the target hands over the taps asked for"
-        taps_TLD = taps_TLD.to(self.fusion.weight.dtype)
-        if self.norms["taps"]:
-            taps_TLD = torch.stack([norm(taps_TLD[:, index]) for index, norm in enumerate(self.tap_norms)], dim=1)
-        state_TD: torch.Tensor = self.fusion(taps_TLD.flatten(1))
+        state_TD: torch.Tensor = self.fusion(self._joined(taps_TLD))
         return state_TD
 
     def project(self, hidden_MD: torch.Tensor) -> torch.Tensor:

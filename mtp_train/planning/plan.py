@@ -201,7 +201,6 @@ def _mode_rows(
         vocab_size=target.vocab_size,
         tied=target.tied,
         top_k=work.top_k,
-        num_taps=work.num_taps,
         precision=asked.precision,
         noise=asked.noise,
         device=hardware.kind,

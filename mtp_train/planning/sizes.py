@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from mtp_train.head.base import Head
 from mtp_train.target.files import read_model_config
@@ -77,11 +76,13 @@ class TargetSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSizes:
-    """A draft head. Embedding and lm_head are the target's and not counted; ``num_layers`` are those that attend."""
+    """A draft head. What it shares with the target is not counted; ``num_layers`` are those that attend, ``num_lm_head`` the
+    weights of an lm_head of its own, counted in ``weights``, 0 where it has none."""
 
     word: str
     weights: Weights
     num_layers: int
+    num_lm_head: int
     largest: int  # parameters of its largest tensor
 
 
@@ -160,12 +161,13 @@ def _attention(config: PreTrainedConfig) -> tuple[int, int, int]:
     return 4 * heads * head_size, 2 * kv_heads * head_size, kv_heads
 
 
-def head_sizes(head: nn.Module, *, word: str, chosen: float) -> HeadSizes:
+def head_sizes(head: Head, *, word: str, chosen: float) -> HeadSizes:
     """Count a head that was built on the meta device."""
     return HeadSizes(
         word=word,
         weights=count_weights(head.named_parameters(), chosen=chosen),
         num_layers=sum(type(module).__name__.endswith("Attention") for module in head.modules()),
+        num_lm_head=sum(parameter.numel() for parameter in head.projection_parameters),
         largest=max(parameter.numel() for parameter in head.parameters()),
     )
 

@@ -15,6 +15,7 @@ import torch
 
 from mtp_train.batch.shift import LossRows
 from mtp_train.head.base import Head
+from mtp_train.head.eagle3 import Eagle3
 from mtp_train.head.pair import PairHead
 from mtp_train.loss.base import row_blocks
 from mtp_train.nn.experts import run_experts
@@ -41,7 +42,6 @@ class StepShape:
     vocab_size: int
     tied: bool
     top_k: int | None
-    num_taps: int
     precision: str
     noise: bool
     device: str
@@ -83,6 +83,7 @@ class _Watched:
 
     def __init__(self, head: Head, live: LiveBytes) -> None:
         self.shared, self._head, self._live = head.shared, head, live
+        self.projection_parameters, self.draft_ids_U = head.projection_parameters, head.draft_ids_U
 
     def unroll(self, batch: Batch) -> Iterator[DraftStep]:
         for step in self._head.unroll(batch):
@@ -102,7 +103,7 @@ def measure_step(make_head: Callable[[SharedWeights], Head], objective: Objectiv
     with FakeTensorMode():
         head = make_head(empty_shared(vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, tied=shape.tied, dtype=shape.dtype))
         _route_evenly(head)
-        batch = _batch(shape)
+        batch = _batch(shape, num_taps=len(head.target_layer_ids))
         num_rows = min(objective.chunk_rows, shape.num_rows)
         if shape.device == "cpu":
             moments = _moments(head, objective, shape, batch, num_rows=num_rows)
@@ -163,9 +164,11 @@ def _optimizer_step(head: Head, rule: Rule) -> OptimizerStep:
 
 def _start_bytes(head: Head) -> int:
     """``nn.least_squares`` in float64 at its fullest, while X'X is factored: it, its copy with the ridge, the factor, and X'Y."""
-    if not isinstance(head, PairHead) or not head.starts_from_data:
+    if not isinstance(head, (PairHead, Eagle3)) or not head.starts_from_data:
         return 0
-    num_outputs, num_inputs = head.projection.weight.shape
+    fitted = head.projection if isinstance(head, PairHead) else head.fusion
+    assert fitted is not None
+    num_outputs, num_inputs = fitted.weight.shape
     return 8 * num_inputs * (3 * num_inputs + num_outputs)
 
 
@@ -191,8 +194,8 @@ def _route_evenly(head: Head) -> None:
             module.config._experts_implementation = _EVEN  # type: ignore[union-attr]
 
 
-def _batch(shape: StepShape) -> Batch:
-    """A pack of one sample, as the cache and the loader give it: bfloat16 states, the teacher's rows."""
+def _batch(shape: StepShape, *, num_taps: int) -> Batch:
+    """A pack of one sample, as the cache and the loader give it: bfloat16 states, the layers that the head taps, the teacher's rows."""
     num_tokens, num_rows = shape.num_tokens, shape.num_rows
     teacher = None
     if shape.top_k is not None:
@@ -202,7 +205,7 @@ def _batch(shape: StepShape) -> Batch:
             log_probs_MC=torch.zeros(num_rows, shape.top_k),
             log_sum_exp_M=torch.zeros(num_rows),
         )
-    taps = torch.empty(num_tokens, shape.num_taps, shape.hidden_size, dtype=torch.bfloat16) if shape.num_taps else None
+    taps = torch.empty(num_tokens, num_taps, shape.hidden_size, dtype=torch.bfloat16) if num_taps else None
     return Batch(
         token_ids_T=torch.zeros(num_tokens, dtype=torch.int64),
         loss_mask_T=torch.ones(num_tokens, dtype=torch.bool),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import vllm_for_tests as own
 
 from mtp_train.batch.packing import pack
 from mtp_train.checkpoint import save_head
-from mtp_train.engine.base import GenerateRequest, PrefillSettings, Sampling, SpeculateRequest, SpeculateSettings
+from mtp_train.engine.base import GenerateRequest, PrefillSettings, SpeculateRequest
 from mtp_train.engine.conformance import TOLERANCES, compare_drafts
 from mtp_train.engine.estimate_from_cache import estimate
 from mtp_train.engine.hf import HfEngine
-from mtp_train.engine.vllm import VllmEngine
 from mtp_train.exporter.vllm import VllmExporter
 from mtp_train.head.eagle3 import Eagle3
 from mtp_train.loss.topk_kl import TopkKl
@@ -29,16 +28,10 @@ from mtp_train.trainer.objective import Objective, Term
 from mtp_train.trainer.probe import write_probe
 from mtp_train.trainer.rows import align
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (pip install mtp-train[vllm])"),
-]
+pytestmark = own.NEEDS_VLLM
 V, D, LAYERS, K = 128, 64, 4, 3
-SAMPLING = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=24, seed=0)
-SETTINGS = SpeculateSettings(
-    num_speculative_tokens=K, draft_sampling="greedy", sampling=SAMPLING, batch_size=4, refresh=True, ignore_eos=False
-)
+SAMPLING = own.greedy(24)
+SETTINGS = own.settings(sampling=SAMPLING)
 # Family of the target, class in vLLM, the head's settings.
 FORMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "3.1, the last layer tapped": (
@@ -135,25 +128,6 @@ def train(head: Eagle3, hf: HfEngine) -> list[Sample]:
     return samples
 
 
-def engines(target: Path, load: Any) -> tuple[HfEngine, VllmEngine]:
-    common: dict[str, Any] = {"target_path": target, "trust_remote_code": False, "dtype": "float32", "batch_size": 4}
-    hf = HfEngine(**common, load_head=load, device="cpu", max_prefill_tokens=256, max_cache_tokens=8192)
-    vllm = VllmEngine(
-        **common,
-        load_head=None,
-        tensor_parallel_size=1,
-        data_parallel_size=1,
-        max_prefill_tokens=96,
-        max_length_tokens=None,
-        enforce_eager=True,
-        gpu_memory_utilization=0.5,
-        cpu_kv_cache_gib=1,
-        cpu_threads=1,
-        scratch=None,
-    )
-    return hf, vllm
-
-
 def export(folder: Path, head: Eagle3, target: Path, samples: list[Sample]) -> Path:
     stated = {"target_name": "tiny", "target_fingerprint": fingerprint(target)}
     save_head(folder / "head", head.state_dict(), config=head.draft_config(), target=stated, made_by={})
@@ -168,7 +142,7 @@ def test_drafts_and_acceptance_agree_three_ways(form: str, make_target: Callable
     family, served_by, settings = FORMS[form]
     target = make_target(family)
     head = Eagle3(target_path=target, shared=read_shared(target), init="random", seed=1, trust_remote_code=False, **settings)
-    hf, vllm = engines(target, lambda path, shared: head)
+    hf, vllm = own.make_hf(target, load_head=lambda path, shared: head), own.make_vllm(target)
     served = export(tmp_path, head, target, train(head, hf))
 
     asked = [SpeculateRequest(prompt_id=f"p{n}", category="c", token_ids=prompt) for n, prompt in enumerate(random_prompts(12, seed=2))]

@@ -20,6 +20,10 @@ from mtp_train.cache.plan import PlannedSample
 from mtp_train.cache.reader import CacheReader
 from mtp_train.cache.writer import CacheWriter
 from mtp_train.checkpoint import check_states, read_head_config, read_head_tensors, save_head
+from mtp_train.decoding.base import Decoding
+from mtp_train.decoding.chain import Chain
+from mtp_train.decoding.dynamic_tree import DynamicTree
+from mtp_train.decoding.eagle_tree import EagleTree
 from mtp_train.engine.base import PrefillSettings, Sampling, SpeculateRequest, SpeculateSettings
 from mtp_train.engine.estimate_from_cache import estimate
 from mtp_train.engine.hf import HfEngine
@@ -76,7 +80,7 @@ def make_head(tiny_llama: Path) -> MakeHead:
             for name, parameter in head.named_parameters():
                 if parameter.ndim == 1:
                     parameter.copy_(torch.linspace(0.5, 1.5, parameter.numel()))
-                elif settings["init"] == "random":
+                elif settings["init"] != "target_last_layer":
                     parameter.mul_(0.5)
                     if name == "lm_head.weight":
                         parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)))
@@ -218,7 +222,8 @@ def test_over_the_target_what_cannot_be_drafted_has_probability_zero(make_head: 
         ({"target_layer_ids": (1, 0)}, "ascending ids from 0 to 1"),
         ({"target_layer_ids": None}, "needs 7 at least; name them"),
         ({"draft_vocab_size": V}, "expected 2 to 319"),
-        ({"init": "zeros"}, "random or target_last_layer"),
+        ({"init": "zeros"}, "random.*target_last_layer.*least_squares"),
+        ({"init": "least_squares", "target_layer_ids": (), "norms": {"taps": False, "feedback": True}}, "where no layer is tapped"),
     ],
 )
 def test_impossible_settings_are_refused(make_head: MakeHead, change: dict[str, Any], message: str) -> None:
@@ -240,6 +245,31 @@ def test_a_head_can_start_from_the_targets_last_layer(make_head: MakeHead, tiny_
     assert torch.equal(found["self_attn.o_proj.weight"], layer["self_attn.o_proj.weight"])
     assert torch.equal(found["mlp.down_proj.weight"], layer["mlp.down_proj.weight"])
     assert head.fusion is not None and torch.equal(head.fusion.weight[:, D:], torch.eye(D)) and not head.fusion.weight[:, :D].any()
+
+
+def test_least_squares_finds_a_linear_target_before_any_step(make_head: MakeHead) -> None:
+    """Next hidden states that are a linear map of the taps, up to the output norm: fitted on some samples, the head speaks those of
+    others. Its branches are silent and not dead."""
+    head = make_head(init="least_squares")
+    draw = torch.Generator().manual_seed(5)
+    truth = torch.randn(D, 2 * D, generator=draw) / D**0.5
+
+    def sample(number: int) -> Sample:
+        made = _sample(number, 40)
+        assert made.taps_TLD is not None
+        with torch.no_grad():
+            next_TD = head.output_norm(head._joined(made.taps_TLD) @ truth.T)
+        return replace(made, hidden_TD=next_TD.roll(1, 0), loss_mask_T=torch.ones(40, dtype=torch.bool))
+
+    assert head.starts_from_data and not make_head().starts_from_data
+    with torch.no_grad():
+        head.start([pack([sample(number)]) for number in range(60)])
+    unseen = pack([sample(99)])
+    (step,) = itertools.islice(head.unroll(unseen), 1)
+    assert torch.nn.functional.cosine_similarity(step.hidden_TD[:38], unseen.hidden_TD[1:39]).min() > 0.98
+    step.hidden_TD.square().sum().backward()
+    silent = head.decoder.layer.get_parameter("self_attn.o_proj.weight")
+    assert silent.abs().max() == 0 and silent.grad is not None and silent.grad.abs().max() > 0
 
 
 def test_the_lm_head_starts_as_the_targets_rows(tiny_llama: Path) -> None:
@@ -596,11 +626,10 @@ def copy_trained(copy_target: Path, copy_cache: Path) -> Eagle3:
 def decode(target: Path, head: Eagle3, prompts: list[tuple[int, ...]], **changes: Any) -> tuple[Any, dict[str, tuple[int, ...]], Any]:
     """Speculation with a head, and plain greedy decoding of the same."""
     settings = SpeculateSettings(
-        num_speculative_tokens=3,
+        decoding=Chain(num_speculative_tokens=3, refresh=True),
         draft_sampling="greedy",
         sampling=Sampling(temperature=0.0, top_p=1.0, max_new_tokens=25, seed=0),
         batch_size=3,
-        refresh=True,
         ignore_eos=True,
     )
     settings = replace(settings, **changes)
@@ -657,13 +686,22 @@ def test_the_estimate_is_the_measured_count(copy_target: Path, copy_trained: Eag
     assert 0 < measured.rate_per_position()[0] < 1
 
 
-@pytest.mark.parametrize(("refresh", "size"), [(True, 9), (False, 9), (True, None)])
-def test_greedy_speculation_equals_greedy_decoding(tiny_llama: Path, make_head: MakeHead, refresh: bool, size: int | None) -> None:
-    """A random head over a random target, prompts read in pieces, sequences of different lengths."""
+SCHEMES = [
+    (Chain(num_speculative_tokens=3, refresh=True), 9),
+    (Chain(num_speculative_tokens=3, refresh=False), 9),
+    (Chain(num_speculative_tokens=3, refresh=True), None),
+    (EagleTree(nodes_per_depth=(3, 4), refresh=True), 9),
+    (DynamicTree(max_depth=3, width=4, max_nodes=9, min_confidence=0.0, refresh=True), 3),  # wider than what can be drafted
+]
+
+
+@pytest.mark.parametrize(("decoding", "size"), SCHEMES)
+def test_greedy_speculation_equals_greedy_decoding(tiny_llama: Path, make_head: MakeHead, decoding: Decoding, size: int | None) -> None:
+    """A random head over a random target, prompts read in pieces, sequences of different lengths; chains and trees."""
     head = make_head(draft_vocab_size=size).eval()
     draw = torch.Generator().manual_seed(5)
     prompts = [tuple(torch.randint(0, 250, (length,), generator=draw).tolist()) for length in (5, 70, 1, 12)]
-    measured, plain, _ = decode(tiny_llama, head, prompts, refresh=refresh)
+    measured, plain, _ = decode(tiny_llama, head, prompts, decoding=decoding)
     assert {prompt.prompt_id: prompt.token_ids for prompt in measured.prompts} == plain
     assert measured.num_drafts > 20
 

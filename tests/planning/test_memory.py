@@ -28,7 +28,6 @@ def shape_of(target: Any, *, num_tokens: int = 4096) -> StepShape:
         vocab_size=target.vocab_size,
         tied=target.tied,
         top_k=64,
-        num_taps=0,
         precision="bf16",
         noise=True,
         device="gpu",
