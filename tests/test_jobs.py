@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -134,15 +135,15 @@ def test_an_array_precomputes_and_a_training_is_requeued_and_finished(tmp_path: 
     steps = run / "checkpoint" / "mtp"
     words = [
         *here,
-        "num_steps=200",
+        "num_steps=30",
         "tokens_per_pack=512",
         "packs_per_step=2",
-        "checkpoint.every=5",
+        "checkpoint.every=2",
         "validation.fraction=0",
         "log_every=5",
     ]
     process = cluster.start("slurm_train.sh", *words, SLURM_NTASKS="2")
-    while not (steps / "step-000005").exists():
+    while not (steps / "step-000002").exists():
         assert process.poll() is None, process.communicate()[0][-3000:]
         time.sleep(0.05)
     # SLURM signals the job's processes and not its script: here they hang on srun, the script's child.
@@ -152,8 +153,10 @@ def test_an_array_precomputes_and_a_training_is_requeued_and_finished(tmp_path: 
     assert process.returncode == 75, out[-3000:]
     assert cluster.requeued.read_text(encoding="utf-8").split() == [cluster.environment["SLURM_JOB_ID"]]
     assert not (steps / "head.safetensors").exists()
+    stopped = re.search(r"stopped by SIGUSR1 after step (\d+)", out)
+    assert stopped is not None and int(stopped[1]) < 30, out[-3000:]
     out = cluster.run("slurm_train.sh", *words, SLURM_NTASKS="2")
-    assert "continuing after step" in out and (steps / "head.safetensors").exists()
+    assert f"continuing after step {stopped[1]} " in out and (steps / "head.safetensors").exists()
 
 
 @pytest.mark.slow
