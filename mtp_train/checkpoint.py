@@ -8,12 +8,21 @@ from typing import Any
 
 import torch
 
-from mtp_train.runtime import atomic_path, atomic_write_json, read_json, sha256_file
+from mtp_train.runtime import atomic_path, atomic_write_json, log, read_object, sha256_file
 
 FORMAT_VERSION = 1
 WEIGHTS = "head.safetensors"
 CONFIG = "head.json"
-_REQUIRED = ("format_version", "head", "method", "hidden_state", "settings", "target", "weights_sha256")
+_KINDS: dict[str, Any] = {
+    "format_version": int,
+    "head": str,
+    "method": str,
+    "hidden_state": Any,
+    "settings": dict,
+    "target": dict,
+    "made_by": dict,
+    "weights_sha256": str,
+}
 
 
 def save_head(
@@ -41,37 +50,53 @@ def _stored(tensor: torch.Tensor) -> torch.Tensor:
 def read_head_config(path: Path) -> dict[str, Any]:
     """Read and check ``head.json``.
 
-    Errors: ValueError where the folder holds no head, a field is missing, or the format is of another version.
+    Errors: ValueError where the folder holds no head, a field is missing or of another type, or the format is of another
+    version.
     """
     if not (path / CONFIG).is_file():
         raise ValueError(
             f"{path}: expected a head ({CONFIG} and {WEIGHTS}), found no {CONFIG}; run train first, or point checkpoint= at a head's folder"
         )
-    document = read_json(path / CONFIG)
-    missing = [name for name in _REQUIRED if name not in document]
-    if missing:
-        raise ValueError(
-            f"{path / CONFIG}: expected the fields {_REQUIRED}, found none named {missing}; the head was not written by mtp-train"
-        )
+    document = read_object(path / CONFIG, _KINDS, remedy="it is damaged, or was not written by mtp-train: restore it, or train again")
     if document["format_version"] != FORMAT_VERSION:
         raise ValueError(
             f"{path / CONFIG}: expected format_version {FORMAT_VERSION}, found {document['format_version']}; retrain or convert the head"
         )
     if document["hidden_state"] not in ("post_norm", "pre_norm"):
         raise ValueError(f"{path / CONFIG}: expected hidden_state post_norm or pre_norm, found {document['hidden_state']!r}")
-    return dict(document)
+    return document
 
 
 def read_head_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read a head's weights, checked against the sha256 that ``head.json`` states."""
+    """Read a head's weights, checked against the sha256 that ``head.json`` states. ValueError where they are not those."""
+    return read_tensors(path / WEIGHTS, sha256=read_head_config(path)["weights_sha256"], remedy="copy it again, or train again")
+
+
+def is_whole(path: Path) -> bool:
+    """Whether the folder holds a head, undamaged: a training that is done makes one that is not anew from its state."""
+    if not (path / CONFIG).is_file():
+        return False
+    try:
+        read_head_tensors(path)
+    except ValueError as fault:
+        log(str(fault))
+        return False
+    return True
+
+
+def read_tensors(path: Path, *, sha256: str, remedy: str) -> dict[str, torch.Tensor]:
+    """A safetensors file of these very bytes; ValueError, with the remedy, for any other."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    expected, found = read_head_config(path)["weights_sha256"], sha256_file(path / WEIGHTS)
-    if expected != found:
-        raise ValueError(
-            f"{path / WEIGHTS}: expected sha256 {expected}, found {found}; the file is damaged or of another head: copy it again"
-        )
-    return load_file(path / WEIGHTS)
+    if not path.is_file():
+        raise ValueError(f"{path}: expected a file of sha256 {sha256}, found none; {remedy}")
+    if (found := sha256_file(path)) != sha256:
+        raise ValueError(f"{path}: expected sha256 {sha256}, found {found}; the file is damaged or another: {remedy}")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: expected safetensors, found another format ({error}); pickles are not read: {remedy}") from error
 
 
 def check_states(path: Path, *, stated: Mapping[str, Any], found: Mapping[str, Any]) -> None:

@@ -8,28 +8,93 @@ finished: an interrupted run continues. All heads measured into one report folde
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from mtp_train.lock import alone
 from mtp_train.runtime import is_main, log
-from mtp_train.stage import OpenTarget, build, call, head_loader, load_word, open_target, plain, stage, start
+from mtp_train.stage import (
+    OpenTarget,
+    build,
+    call,
+    check_head,
+    check_name,
+    conf_dir,
+    head_loader,
+    load_word,
+    open_target,
+    plain,
+    stage,
+    start,
+)
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from mtp_train.acceptance.report_data import Measurement
     from mtp_train.decoding.base import Decoding
-    from mtp_train.engine.base import Engine, SpeculateRequest
+    from mtp_train.engine.base import Engine, SpeculateRequest, SpeculateSettings
     from mtp_train.engine.measure import Pieces
     from mtp_train.exporter.base import Exporter
     from mtp_train.head.base import Head
 
 
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One of ``ways``: how tokens are drawn, on which prompt sets, and what is measured beside it."""
+
+    temperature: float
+    top_p: float
+    draft_sampling: Literal["greedy", "probabilistic"]
+    prompt_sets: tuple[str, ...]
+    plain: bool
+    estimate: bool
+
+
+def _ways(cfg: DictConfig) -> dict[str, Way]:
+    return {check_name(name, key="ways"): call(Way, way, where=f"ways.{name}") for name, way in plain(cfg.ways).items()}
+
+
+def _check(cfg: DictConfig, decoding: Decoding) -> None:
+    """ValueError, before anything is loaded, for settings that would be refused in the middle of measuring."""
+    from mtp_train.acceptance.report_data import Aim
+
+    for number, aim in enumerate(plain(cfg.aims)):
+        call(Aim, aim, where=f"aims[{number}]", head=cfg.name)
+    counts = {"batch_size": (cfg.batch_size, 1), "max_new_tokens": (cfg.max_new_tokens, 1), "num_shown": (cfg.num_shown, 0)}
+    if cfg.identity.num_prompts != 0:
+        counts["identity.max_new_tokens"] = (cfg.identity.max_new_tokens, 1)
+        _settings(cfg, decoding, None)
+    if cfg.identity.num_prompts is not None:
+        counts["identity.num_prompts"] = (cfg.identity.num_prompts, 0)
+    for key, (found, least) in counts.items():
+        if found < least:
+            raise ValueError(f"{key}: expected at least {least}, found {found}")
+    for name in plain(cfg.prompt_sets):
+        check_name(name, key="prompt_sets")
+    for name, way in _ways(cfg).items():
+        try:
+            _settings(cfg, decoding, way)
+        except ValueError as fault:
+            raise ValueError(f"ways.{name}: {fault}") from None
+
+
+def _settings(cfg: DictConfig, decoding: Decoding, way: Way | None) -> SpeculateSettings:
+    """The settings of one way; None: those of the proof that speculation is plain greedy decoding."""
+    from mtp_train.engine.measure import speculate_settings
+
+    drawn = {"temperature": 0.0, "top_p": 1.0, "draft_sampling": "greedy"} if way is None else asdict(way)
+    limit = cfg.identity.max_new_tokens if way is None else cfg.max_new_tokens
+    return speculate_settings(decoding=decoding, way=drawn, max_new_tokens=limit, seed=cfg.seed, batch_size=cfg.batch_size)
+
+
 def _engine(cfg: DictConfig, target: OpenTarget, **changed: Any) -> Engine:
     node = plain(cfg.engine) | changed
     engine: Engine = build(node, target_path=target.path, trust_remote_code=target.trust_remote_code, load_head=head_loader(target))
+    if engine.word != "hf" and not (conf_dir() / "exporter" / f"{engine.word}.yaml").is_file():
+        raise ValueError(f"engine: expected one that decodes with drafts (hf or vllm), found {engine.word}, which only generates")
     return engine
 
 
@@ -37,7 +102,7 @@ def _prompt_sets(cfg: DictConfig, target: OpenTarget) -> dict[str, list[Speculat
     from mtp_train.engine.measure import requests_of
     from mtp_train.prompt.load import load_prompts
 
-    used = {name for way in plain(cfg.ways).values() for name in way["prompt_sets"]}
+    used = {name for way in _ways(cfg).values() for name in way.prompt_sets}
     if cfg.identity.num_prompts != 0:
         used.add(cfg.identity.prompt_set)
     if not used:
@@ -58,16 +123,16 @@ def _prompt_sets(cfg: DictConfig, target: OpenTarget) -> dict[str, list[Speculat
 
 
 def _loader(target: OpenTarget, engine: Engine) -> Callable[[Path], Head]:
-    """Rebuilds a head in the engine's dtype, for the estimate."""
+    """Rebuilds a head in the engine's dtype and on its device, for the estimate."""
 
     def load(path: Path) -> Head:
         import torch
 
+        from mtp_train.engine.hf_model import choose_device
         from mtp_train.target.weights import read_shared
 
         dtype: torch.dtype = getattr(torch, engine.dtype)
-        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-        assert device is not None
+        device = choose_device(engine.device)
         return head_loader(target)(path, read_shared(target.path).to(device=device, dtype=dtype)).to(device=device, dtype=dtype)
 
     return load
@@ -97,22 +162,20 @@ def _measure_ways(
 ) -> list[Measurement]:
     """Every way on each of its prompt sets, and beside it the estimate, which there is for chains of a head."""
     from mtp_train.engine.comparison import piece_key
-    from mtp_train.engine.measure import decode, estimate_from_answers, speculate_settings
+    from mtp_train.engine.measure import decode, estimate_from_answers
 
     measured: list[Measurement] = []
-    for way_name, way in plain(cfg.ways).items():
-        settings = speculate_settings(
-            decoding=how.decoding, way=way, max_new_tokens=cfg.max_new_tokens, seed=cfg.seed, batch_size=cfg.batch_size
-        )
-        for set_name in way["prompt_sets"]:
+    for way_name, way in _ways(cfg).items():
+        settings = _settings(cfg, how.decoding, way)
+        for set_name in way.prompt_sets:
             requests = prompt_sets[set_name]
-            stated = [str(settings), way["plain"], [astuple(request) for request in requests]]
+            stated = [str(settings), way.plain, [astuple(request) for request in requests]]
             log(f"evaluate: {how.name} on {set_name}, {how.decoding.word}, {way_name}, {len(requests)} prompts")
             where = {"head": how.name, "prompt_set": set_name, "requests": requests, "settings": settings}
             key = piece_key(f"{set_name}.{way_name}", how.decoding.word)
-            decoded = pieces.get(key, stated, partial(decode, engine=engine, draft=how.draft, plain=way["plain"], **where))
+            decoded = pieces.get(key, stated, partial(decode, engine=engine, draft=how.draft, plain=way.plain, **where))
             measured.append(decoded)
-            if way["estimate"] and how.decoding.word == "chain" and how.checkpoint is not None:
+            if way.estimate and how.decoding.word == "chain" and how.checkpoint is not None:
                 stated.append([prompt.token_ids for prompt in decoded.acceptance.prompts])
                 walk = partial(
                     estimate_from_answers,
@@ -129,12 +192,9 @@ def _measure_ways(
 def _measure_identity(cfg: DictConfig, how: _How, *, target: OpenTarget, pieces: Pieces, requests: list[SpeculateRequest]) -> Measurement:
     """In float32: does greedy speculation write what plain greedy decoding writes."""
     from mtp_train.engine.comparison import piece_key
-    from mtp_train.engine.measure import prove_identity, speculate_settings
+    from mtp_train.engine.measure import prove_identity
 
-    greedy = {"temperature": 0.0, "top_p": 1.0, "draft_sampling": "greedy"}
-    settings = speculate_settings(
-        decoding=how.decoding, way=greedy, max_new_tokens=cfg.identity.max_new_tokens, seed=cfg.seed, batch_size=cfg.batch_size
-    )
+    settings = _settings(cfg, how.decoding, None)
     log(f"evaluate: {how.name}, {how.decoding.word}, float32: is speculation plain greedy decoding, on {len(requests)} prompts")
 
     def prove() -> Measurement:
@@ -146,7 +206,7 @@ def _measure_identity(cfg: DictConfig, how: _How, *, target: OpenTarget, pieces:
     return pieces.get(piece_key("identity", how.decoding.word), stated, prove)
 
 
-@stage("evaluate")
+@stage("evaluate", kinds={"identity.num_prompts": int | None, "prompt_sets": dict[str, dict], "ways": dict[str, Any], "aims": list[dict]})
 def main(cfg: DictConfig) -> None:
     if not is_main():  # one process decodes; an engine may use several devices of its own
         return
@@ -154,21 +214,29 @@ def main(cfg: DictConfig) -> None:
     from mtp_train.engine.comparison import check_target, collect, marked_answers, piece_key, write_head
 
     decoding: Decoding = build(cfg.decoding)
+    _check(cfg, decoding)
     # A scheme without a head stands in the report under its own word.
     checkpoint, name = (Path(cfg.checkpoint), cfg.name) if decoding.needs_head else (None, decoding.word)
-    weights = None if checkpoint is None else read_head_config(checkpoint)["weights_sha256"]
+    head = None if checkpoint is None else read_head_config(checkpoint)
     target = open_target(cfg.target)
+    if head is not None and checkpoint is not None:
+        check_head(head, target, where=checkpoint)
     prompt_sets = _prompt_sets(cfg, target)
-    check_target(Path(cfg.out), target.identity())
+    check_target(Path(cfg.out), target.identity(), name=name)
+    engine = _engine(cfg, target)
     run = start(cfg, stage_name=f"evaluate.{piece_key(name, decoding.word)}")
 
-    from mtp_train.acceptance.report import print_summary, write_report
+    from mtp_train.acceptance.report import print_summary, stands, write_report
     from mtp_train.acceptance.report_data import FORMAT_VERSION
     from mtp_train.engine.measure import Pieces
 
-    engine = _engine(cfg, target)
     settings = {key: value for key, value in plain(cfg.engine).items() if key != "scratch"}  # a run that was moved is the same run
-    depends_on = {"head": weights, "target": target.identity(), "engine": settings, "version": engine.version}
+    depends_on = {
+        "head": None if head is None else head["weights_sha256"],
+        "target": target.identity(),
+        "engine": settings,
+        "version": engine.version,
+    }
     pieces = Pieces(folder=run.out / "pieces" / name, identity=depends_on | {"format": FORMAT_VERSION})
     draft = _draft_of(engine, checkpoint, target, pieces.folder / "served")
     how = _How(name=name, checkpoint=checkpoint, draft=draft, decoding=decoding)
@@ -176,18 +244,21 @@ def main(cfg: DictConfig) -> None:
     if cfg.identity.num_prompts != 0:
         requests = prompt_sets[cfg.identity.prompt_set][: cfg.identity.num_prompts]
         measured.append(_measure_identity(cfg, how, target=target, pieces=pieces, requests=requests))
-    write_head(
-        pieces.folder,
-        name=name,
-        checkpoint=checkpoint,
-        decoding=decoding,
-        measured=measured,
-        answers=marked_answers(name, measured[0], prompt_sets[measured[0].prompt_set], target.template, num_shown=cfg.num_shown),
-        target=target.identity(),
-        provenance={"settings": run.settings, "machine": run.provenance, "engine": engine.describe()},
-    )
-    data = collect(run.out, target=target.spec.as_dict(), run_folder=Path(cfg.run), aims=plain(cfg.aims))
-    write_report(data, run.out)
+    engine_says = engine.describe()
+    with alone(run.out / ".report.lock", writes=run.out, wait=True):  # heads measured side by side share the report
+        write_head(
+            pieces.folder,
+            name=name,
+            checkpoint=checkpoint,
+            decoding=decoding,
+            measured=measured,
+            answers=marked_answers(name, measured[0], prompt_sets[measured[0].prompt_set], target.template, num_shown=cfg.num_shown),
+            target=target.identity(),
+            provenance={"settings": run.settings, "machine": run.provenance, "engine": engine_says},
+        )
+        data = collect(run.out, target=target.spec.as_dict(), run_folder=Path(cfg.run), aims=plain(cfg.aims))
+        if not stands(data, run.out):
+            write_report(data, run.out)
     print_summary(data, run.out)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_train.runtime import is_main, log
-from mtp_train.stage import build, check_name, open_target, stage
+from mtp_train.stage import build, check_head, check_name, open_target, stage
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -29,14 +29,17 @@ def describe(result: ExportResult) -> str:
     return "\n".join(lines)
 
 
-@stage("export")
+@stage("export", kinds={})
 def main(cfg: DictConfig) -> None:
     check_name(cfg.name)
     if not is_main():
         return
+    from mtp_train.checkpoint import read_head_config
+
     target = open_target(cfg.target)
     exporter: Exporter = build(cfg.exporter, trust_remote_code=target.trust_remote_code)
     checkpoint, out = Path(cfg.checkpoint), Path(cfg.out)
+    check_head(read_head_config(checkpoint), target, where=checkpoint)
     log(f"export: {checkpoint} for {exporter.word}")
     print(describe(exporter.export(checkpoint, target.path, out)))
 

@@ -57,7 +57,23 @@ def _work(cfg: DictConfig, head: Head, *, num_tokens: int, exact_teacher: bool) 
     )
 
 
-@stage("plan")
+# What the defaults in conf/plan.yaml do not tell: counts as people write them, and what may be null.
+_COUNT = int | float | str
+_KINDS = {
+    "out": str | None,
+    "prompt.num_tokens": _COUNT,
+    "prompt.mean_length_tokens": _COUNT,
+    "tokens_per_pack": _COUNT,
+    "evaluate.num_prompts": _COUNT,
+    "top_k": int | None,
+    "target_layer_ids": list[int],
+    "losses": dict[str, float | dict[str, Any]],
+    "optimizer.rule": str | None,
+    "assume": dict[str, float],
+}
+
+
+@stage("plan", kinds=_KINDS)
 def main(cfg: DictConfig) -> None:
     num_tokens = parse_count(plain(cfg.prompt)["num_tokens"], where="prompt.num_tokens")  # before what takes seconds to import
 

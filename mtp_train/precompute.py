@@ -17,35 +17,50 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from mtp_train.cache.writer import CacheWriter
+    from mtp_train.prompt.skips import SkipCounts
     from mtp_train.records import Response
 
 
-def _responses(cfg: DictConfig, target: OpenTarget) -> list[Response]:
-    """The conversations to read: the target's own answers, or a data set's."""
+def _responses(cfg: DictConfig, target: OpenTarget) -> tuple[list[Response], SkipCounts]:
+    """The conversations to read, the target's own answers or a data set's, and the counts of those left out."""
     from mtp_train.prompt.build import build_responses
     from mtp_train.prompt.load import load_prompts
-    from mtp_train.prompt.responses import read_meta, read_responses
 
     if cfg.answers == "own":
-        found = read_meta(Path(cfg.responses))
-        for key, expected in target.identity().items():
-            if key != "target_name" and found[key] != expected:
-                raise ValueError(
-                    f"{cfg.responses}: expected answers of this target ({key} {expected}), found {found[key]} of {found['target_name']}; "
-                    "choose that target, or regenerate into another run folder"
-                )
-        responses = [r for r in read_responses(Path(cfg.responses)) if len(r.token_ids) <= cfg.max_length_tokens]
-        if not any(any(response.loss_mask) for response in responses):
-            raise ValueError(f"{cfg.responses}: expected answers of at most max_length_tokens={cfg.max_length_tokens}, found none")
-        return responses
+        return _own_answers(cfg, target)
     if cfg.answers != "given":
         raise ValueError(f"answers: expected own (the target's, from responses/) or given (the data set's), found {cfg.answers!r}")
     prompts, counts = call(load_prompts, cfg.prompt, where="prompt")
-    responses, counts = build_responses(prompts, target.template, max_length=cfg.max_length_tokens, policy=cfg.too_long, counts=counts)
-    log(counts.summary())
-    if is_main():
-        counts.write(Path(cfg.out) / "skips.json")
-    return responses
+    return build_responses(prompts, target.template, max_length=cfg.max_length_tokens, policy=cfg.too_long, counts=counts)
+
+
+def _own_answers(cfg: DictConfig, target: OpenTarget) -> tuple[list[Response], SkipCounts]:
+    from mtp_train.prompt.responses import read_meta, read_responses
+    from mtp_train.prompt.skips import Skip, SkipCounts
+
+    found = read_meta(Path(cfg.responses))
+    for key, expected in target.identity().items():
+        if key != "target_name" and (stated := found.get(key)) != expected:
+            raise ValueError(
+                f"{cfg.responses}: expected answers of this target ({key} {expected}), found {stated} of {found.get('target_name')}; "
+                "choose that target, or regenerate into another run folder"
+            )
+    everything = read_responses(Path(cfg.responses))
+    counts = SkipCounts(num_rows=len(everything), sources=[{"name": "own answers", "source": str(cfg.responses), **found}])
+    kept = []
+    for response in everything:
+        if (length := len(response.token_ids)) > cfg.max_length_tokens:
+            why = f"{length} tokens, more than max_length_tokens={cfg.max_length_tokens}"
+            counts.skip(Skip(reason="too_long", why=why), row=response.prompt_id)
+        else:
+            kept.append(response)
+    counts.num_kept = len(kept)
+    if not any(any(response.loss_mask) for response in kept):
+        raise ValueError(
+            f"{cfg.responses}: expected answers of at most max_length_tokens={cfg.max_length_tokens}, found none: {counts.summary()}; "
+            "raise it"
+        )
+    return kept, counts
 
 
 def _missing(cfg: DictConfig, writer: CacheWriter) -> list[tuple[int, tuple[str, ...]]]:
@@ -63,11 +78,12 @@ def _missing(cfg: DictConfig, writer: CacheWriter) -> list[tuple[int, tuple[str,
     return list(writer.missing_shards(range(cfg.worker, writer.num_shards, cfg.num_workers)))
 
 
-@stage("precompute")
+@stage("precompute", kinds={"top_k": int | None, "target_layer_ids": list[int], "num_workers": int | None})
 def main(cfg: DictConfig) -> None:
     target = open_target(cfg.target)
-    responses = {response.prompt_id: response for response in _responses(cfg, target)}
-    run = start(cfg, stage_name="precompute", record_now=False)
+    chosen, counts = _responses(cfg, target)
+    log(counts.summary())
+    responses = {response.prompt_id: response for response in chosen}
 
     from mtp_train.cache.disk import CacheSize, check_fits
     from mtp_train.cache.format import FORMAT_VERSION, CacheIdentity
@@ -86,8 +102,10 @@ def main(cfg: DictConfig) -> None:
         num_taps=len(settings.target_layer_ids),
         top_k=settings.top_k,
     )
-    check_fits(run.out, list(responses.values()), size)  # before the engine is loaded, and before anything is written
+    check_fits(Path(cfg.out), list(responses.values()), size)  # before the engine is loaded, and before anything is written
     engine = build(cfg.engine, target_path=target.path, trust_remote_code=target.trust_remote_code, load_head=None)
+    run = start(cfg, stage_name="precompute", record_now=False, worker=None if cfg.num_workers is None else cfg.worker)
+    barrier()  # the first process has the folder for itself before any other looks into it
     identity = CacheIdentity(
         format_version=FORMAT_VERSION,
         **target.identity(),
@@ -106,6 +124,8 @@ def main(cfg: DictConfig) -> None:
     planned = [PlannedSample.of(response) for response in responses.values()]
     writer = CacheWriter(path=run.out, identity=identity, samples=planned, shard_tokens=cfg.shard_tokens)
     record(run, stage_name="precompute")  # only now: another run's folder has been refused
+    if is_main():
+        counts.write(run.out / "skips.json")
     missing = _missing(cfg, writer)
     num_tokens = sum(len(responses[i].token_ids) for _, ids in missing for i in ids)
     log(f"{num_tokens} tokens to read, in {len(missing)} of {writer.num_shards} shard(s)")

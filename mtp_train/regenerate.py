@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-@stage("regenerate")
+@stage("regenerate", kinds={})
 def main(cfg: DictConfig) -> None:
     from mtp_train.prompt.load import load_prompts
 
-    if cfg.num_answers < 1:
-        raise ValueError(f"num_answers: expected at least 1, found {cfg.num_answers}")
+    for key, least in (("num_answers", 1), ("max_length_tokens", 2)):
+        if cfg[key] < least:
+            raise ValueError(f"{key}: expected at least {least}, found {cfg[key]}")
     prompts, counts = call(load_prompts, cfg.prompt, where="prompt")
     if not prompts:
         raise ValueError(f"prompt: expected prompts to answer, found none: {counts.summary()}")
@@ -31,9 +32,10 @@ def main(cfg: DictConfig) -> None:
     from mtp_train.prompt.responses import ResponseWriter, read_responses
 
     target = open_target(cfg.target)
-    run = start(cfg, stage_name="regenerate", record_now=False)
     engine = build(cfg.engine, target_path=target.path, trust_remote_code=target.trust_remote_code, load_head=None)
     sampling = call(Sampling, cfg.sampling, where="sampling")
+    run = start(cfg, stage_name="regenerate", record_now=False)
+    barrier()  # the first process has the folder for itself before any other opens a file there
     identity = target.identity() | {
         "engine": engine.word,
         "engine_version": engine.version,

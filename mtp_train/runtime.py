@@ -10,11 +10,14 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from mtp_train.faults import printable
+from mtp_train.typed import fit
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -92,7 +95,7 @@ def barrier() -> None:
 def log(message: str) -> None:
     """Print one line from rank 0 to stderr, so that stdout stays what a user pipes."""
     if is_main():
-        print(f"[mtp-train] {message}", file=sys.stderr, flush=True)
+        print(f"[mtp-train] {printable(message)}", file=sys.stderr, flush=True)
 
 
 def progress(iterable: Iterable[Item] | None = None, *, desc: str, unit: str, total: int | None = None, initial: int = 0) -> tqdm[Item]:
@@ -152,7 +155,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Write UTF-8 text so that the file is never seen half written."""
+    """Write UTF-8 text so that the file is never seen half written; one that holds it already is left as it is."""
+    if path.is_file() and path.read_bytes() == text.encode("utf-8"):
+        return
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
@@ -168,8 +173,61 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path}: expected a file, found nothing there") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: expected JSON in UTF-8, found {error}") from error
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a JSON object per line; a last line that a killed process left half written is dropped.
+
+    Errors: ValueError that names file and line where one is broken.
+    """
+    rows = []
+    for number, raw in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            row = json.loads(raw) if raw.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{path}, line {number}: expected JSON in UTF-8, found {error}; the file is damaged: delete the line"
+            ) from error
+        if row is not None:
+            rows.append(fit(dict, row, f"{path}, line {number}"))
+    return rows
+
+
+def read_object(path: Path, kinds: Mapping[str, Any], *, remedy: str) -> dict[str, Any]:
+    """Read a JSON object that has at least these keys, each of the annotation that ``kinds`` gives it.
+
+    Errors: ValueError, with the remedy, that names the file and the key.
+    """
+    try:
+        value = read_json(path)
+    except ValueError as fault:
+        raise ValueError(f"{fault}; {remedy}") from None
+    missing = sorted(kinds.keys() - value.keys()) if isinstance(value, dict) else None
+    if missing is None or missing:
+        found = f"none named {', '.join(missing)}" if missing else type(value).__name__
+        raise ValueError(f"{path}: expected a JSON object with {', '.join(kinds)}, found {found}; {remedy}")
+    try:
+        return {**value, **{key: fit(kind, value[key], key) for key, kind in kinds.items()}}
+    except ValueError as fault:
+        raise ValueError(f"{path}: {fault}; {remedy}") from None
+
+
+SEAL = "seal"
+
+
+def seal(document: Mapping[str, Any]) -> str:
+    """sha256 over a JSON object's content but its ``seal``, in one spelling: kept under that key, it tells a changed byte."""
+    content = {key: value for key, value in document.items() if key != SEAL}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
+
+
+def check_seal(document: Mapping[str, Any], *, where: Path, remedy: str) -> None:
+    """ValueError where a document is not what it was when it was sealed."""
+    stated, found = document.get(SEAL), seal(document)
+    if stated != found:
+        raise ValueError(f"{where}: expected content of sha256 {stated}, found {found}: it was changed or damaged; {remedy}")
 
 
 def sha256_file(path: Path) -> str:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtp_train.runtime import atomic_write_json, is_main, log, provenance
+from mtp_train.commandline import as_text, conf_dir, help_text, with_settings
+from mtp_train.faults import telling
+from mtp_train.run import Run, check_name, open_run, record
+from mtp_train.runtime import log
+from mtp_train.typed import arguments, check_like, fit, leaves, nearest
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -26,95 +30,85 @@ if TYPE_CHECKING:
 _WORD = re.compile(r"[a-z0-9_]+")
 _CLASS = re.compile(r"mtp_train(\.[a-z0-9_]+)+\.[A-Z][A-Za-z0-9]*")
 
-_HELP = """{purpose}
 
-usage:
-  python -m mtp_train.{name} [group=choice ...] [key=value ...]
-  torchrun --nproc-per-node N -m mtp_train.{name} ...      the same on N processes
-
-groups (choose with group=choice; `--help group=choice` shows its settings; change them with group.key=value):
-{groups}
-
-settings ({primary}):
-
-{settings}
-also: --cfg job prints all settings as they would be used and runs nothing; --info config says where each comes from;
---multirun sweeps. MTP_TRAIN_TRACEBACK=1 shows where an error was found."""
-
-
-def conf_dir() -> Path:
-    """The folder of yaml files: inside the installed package, or beside it in a checkout.
-
-    Errors: ValueError where neither is there (a broken installation).
-    """
-    package = Path(__file__).resolve().parent
-    for candidate in (package / "conf", package.parent / "conf"):
-        if (candidate / "head").is_dir():
-            return candidate
-    raise ValueError(f"settings: expected the folder conf in {package} or beside it, found none; reinstall mtp-train")
-
-
-def stage(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
+def stage(name: str, *, kinds: Mapping[str, Any]) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
     """Make ``main(cfg)`` the command ``python -m mtp_train.<name>``, with its settings from ``conf/<name>.yaml``.
 
-    A ValueError (the user's to mend) ends as one message on stderr and exit status 2; an interrupt as status 130. Anything
-    else is our fault and shows its traceback.
+    A setting must be of its default's type; ``kinds`` are the types of those whose default does not tell (dotted key to
+    annotation, for a mapping it holds for all below). What is the user's to mend ends as one message (``faults.telling``).
     """
 
     def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
         @functools.wraps(main)
         def command() -> None:
-            if {"--help", "-h"} & set(sys.argv[1:]):
-                print(_help(name, purpose=(sys.modules[main.__module__].__doc__ or "").strip(), words=sys.argv[1:]))
-                return
-            import hydra
-
-            try:
-                sys.argv[1:] = _with_experiment(name, sys.argv[1:])
-            except ValueError as error:
-                print(f"mtp-train {name}: {error}", file=sys.stderr)
-                sys.exit(2)
-
-            def job(cfg: DictConfig) -> None:
-                try:
-                    main(cfg)
-                except ValueError as error:
-                    if os.environ.get("MTP_TRAIN_TRACEBACK"):
-                        raise
-                    print(f"\nmtp-train {name}: {error}", file=sys.stderr, flush=True)
-                    sys.exit(2)
-                except KeyboardInterrupt:
-                    print(f"\nmtp-train {name}: interrupted; the same command continues", file=sys.stderr, flush=True)
-                    sys.exit(130)
-
-            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=name)(job)()
+            if isinstance(sys.stdout, TextIOWrapper):  # as stderr is from the start: a terminal may know ASCII only
+                sys.stdout.reconfigure(errors="backslashreplace")
+            with telling(name):
+                if {"--help", "-h"} & set(sys.argv[1:]):
+                    print(help_text(name, purpose=(sys.modules[main.__module__].__doc__ or "").strip(), words=sys.argv[1:]))
+                    return
+                sys.argv[1:] = as_text(_with_experiment(name, sys.argv[1:]), readable=_readable)
+                _start_hydra(name, main, kinds)
 
         return command
 
     return decorate
 
 
-def _help(name: str, *, purpose: str, words: list[str]) -> str:
-    """The stage's help: its purpose, its groups, and its yaml as it stands, since the comments there explain each key."""
-    conf = conf_dir()
-    text = (conf / f"{name}.yaml").read_text(encoding="utf-8")
-    groups = [
-        group for group in sorted(p.name for p in conf.iterdir() if p.is_dir()) if re.search(rf"^ *- (override )?/?{group}: ", text, re.M)
-    ]
-    groups.append("experiment")
-    choices = {group: sorted(p.stem for p in (conf / group).glob("*.yaml")) for group in groups}
-    shown = [(f"{name}.yaml", text)]
-    for word in words:
-        group, _, choice = word.partition("=")
-        if choice in choices.get(group, ()):
-            shown.append((f"{group}/{choice}.yaml", (conf / group / f"{choice}.yaml").read_text(encoding="utf-8")))
-    body = "\n".join(f"# --- {title}\n{content}" for title, content in shown)
-    listed = "\n".join(f"  {group}: {', '.join(found)}" for group, found in choices.items()) or "  none"
-    return _HELP.format(purpose=purpose, name=name, groups=listed, primary=f"{name}.yaml", settings=body)
+def _start_hydra(name: str, main: Callable[[DictConfig], None], kinds: Mapping[str, Any]) -> None:
+    """Compose the settings, check them, and run. ValueError for what Hydra refuses, in a sentence or two."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    def job(cfg: DictConfig) -> None:
+        with telling(name):
+            try:
+                check_like(_defaults(name), plain(cfg), kinds=kinds)
+                main(cfg)
+            except OmegaConfBaseException as error:
+                raise ValueError(" ".join(str(error).split())) from error
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hand us the error instead of printing it
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=name)(job)()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(_refusal(name, error)) from error
+
+
+def _refusal(name: str, error: Exception) -> str:
+    """What Hydra's composition refused, without its search path and with what may have been meant."""
+    said = str(error).split("\nConfig search path", 1)[0].strip()
+    if unknown := re.match(r"Could not override '([^']*)'", said):
+        key = unknown[1]
+        known = dict(leaves(_defaults(name))).keys() | {
+            f"{path.parent.name}.{own}" for path in conf_dir().glob("*/*.yaml") for own in _keys(path)
+        }
+        hint = nearest(key, sorted(known))
+        return f"{key}: expected a setting of {name}, found none of that name; {hint}python -m mtp_train.{name} --help lists them"
+    why = f": {str(error.__cause__).splitlines()[0]}" if error.__cause__ is not None and str(error.__cause__) else ""
+    return f"{said}{why}\n(python -m mtp_train.{name} --help lists groups, choices and settings)"
+
+
+def _keys(path: Path) -> list[str]:
+    from omegaconf import OmegaConf
+
+    return [str(key) for key in OmegaConf.load(path)]
+
+
+def _readable(word: str) -> bool:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        OverridesParser.create().parse_override(word)
+    except HydraException:
+        return False
+    return True
 
 
 def _with_experiment(name: str, words: list[str]) -> list[str]:
-    """Put the settings that ``experiment=<word>`` holds for this stage in front of those typed, which win; options stay where they are.
+    """Put the settings that ``experiment=<word>`` holds for this stage in front of those typed, which win.
 
     ``conf/experiment/<word>.yaml`` maps each stage to a list of settings as one would type them, so that one word carries
     a run through all stages and an unknown key is an error as always. Errors: ValueError for an unknown experiment.
@@ -122,11 +116,22 @@ def _with_experiment(name: str, words: list[str]) -> list[str]:
     chosen = [word for word in words if word.startswith("experiment=")]
     if not chosen:
         return words
-    settings = load_word("experiment", chosen[-1].partition("=")[2]).get(name, [])
-    typed = {word.partition("=")[0].lstrip("+~") for word in words}
-    kept = [setting for setting in settings if setting.partition("=")[0].lstrip("+~") not in typed]
-    first = next(index for index, word in enumerate(words) if word.startswith("~") or ("=" in word and not word.startswith("-")))
-    return words[:first] + kept + [word for word in words[first:] if word not in chosen]
+    return with_settings(words, load_word("experiment", chosen[-1].partition("=")[2]).get(name, []))
+
+
+def _defaults(name: str) -> dict[str, Any]:
+    """``conf/<name>.yaml`` as it stands, with an empty mapping where a group's choice comes in."""
+    from omegaconf import OmegaConf
+
+    found: Any = OmegaConf.to_container(OmegaConf.load(conf_dir() / f"{name}.yaml"), resolve=False)
+    groups = [key for entry in found.pop("defaults") if isinstance(entry, dict) for key in entry if not key.startswith("override ")]
+    del found["hydra"]
+    for group in groups:
+        node = found
+        for part in (group.partition("@")[2] or group).split("."):
+            node = node.setdefault(part, {})
+    assert isinstance(found, dict)
+    return found
 
 
 def plain(node: Any) -> Any:
@@ -141,14 +146,16 @@ def plain(node: Any) -> Any:
         raise ValueError(f"{key}: expected a value, found none; add {key}=... to the command") from None
 
 
-def build(node: Any, **extra: Any) -> Any:
+def build(node: Any, *, where: str | None = None, **extra: Any) -> Any:
     """Make what ``node._target_`` names from the node's keys and ``extra``: a class that a module of this package defines.
 
-    Errors: ValueError where the node names no such class, or its keys are not those of the class.
+    ``where`` is the node's key, as errors name it; None: the folder of the class, which is its group. Errors: ValueError
+    where the node names no such class, or its keys or their types are not those of the class.
     """
     settings = plain(node)
-    target = settings.get("_target_") if isinstance(settings, dict) else None
-    return call(_class(target), {key: value for key, value in settings.items() if key != "_target_"}, where=str(target), **extra)
+    found = _class(settings.get("_target_") if isinstance(settings, dict) else None)
+    settings = {key: value for key, value in settings.items() if key != "_target_"}
+    return call(found, settings, where=where or found.__module__.split(".")[1], **extra)
 
 
 def _class(target: Any) -> type:
@@ -169,20 +176,13 @@ def _class(target: Any) -> type:
 def call(function: Callable[..., Any], node: Any, *, where: str, **extra: Any) -> Any:
     """``function`` with the node's keys and ``extra`` as arguments.
 
-    Errors: ValueError for a key that it does not know or lacks, and for one that names code (_target_) at any depth: a node
-    may hold what was read from a checkpoint.
+    Errors: ValueError for a key that it does not know or lacks, for a value that does not fit its annotation, and for one
+    that names code (_target_) at any depth: a node may hold what was read from a checkpoint.
     """
-    settings = plain(node)
+    settings = fit(dict, plain(node), where)
     if _names_code(settings):
         raise ValueError(f"{where}: expected settings, found one that names code (_target_); this was not written by us")
-    parameters = inspect.signature(function).parameters
-    own = parameters.keys() - extra.keys()
-    unknown = sorted(settings.keys() - own)
-    missing = sorted(name for name in own - settings.keys() if parameters[name].default is inspect.Parameter.empty)
-    if unknown or missing:
-        found = [*(f"{name}, which it does not know" for name in unknown), *(f"no {name}" for name in missing)]
-        raise ValueError(f"{where}: expected the settings {sorted(own)}, found {'; '.join(found)}")
-    return function(**settings, **extra)
+    return function(**arguments(function, settings, where=where, given=frozenset(extra)), **extra)
 
 
 def _names_code(value: Any) -> bool:
@@ -233,9 +233,11 @@ def open_target(node: DictConfig) -> OpenTarget:
     from mtp_train.target.resolve import resolve_target
     from mtp_train.target.spec import read_spec
 
-    path = resolve_target(plain(node))
-    template = ChatTemplate(tokenizer=load_tokenizer(path))
-    return OpenTarget(path=path, spec=read_spec(path, name=node.name), template=template, trust_remote_code=node.trust_remote_code)
+    kinds: dict[str, Any] = {"trust_remote_code": bool, "sizes": dict | None}
+    settings = {key: fit(kinds.get(key, str), value, f"target.{key}") for key, value in plain(node).items()}
+    path, code = resolve_target(settings), settings["trust_remote_code"]
+    template = ChatTemplate(tokenizer=load_tokenizer(path, trust_remote_code=code))
+    return OpenTarget(path=path, spec=read_spec(path, name=settings["name"]), template=template, trust_remote_code=code)
 
 
 def build_head(word: str, settings: dict[str, Any], *, target: OpenTarget, shared: SharedWeights) -> Head:
@@ -247,6 +249,18 @@ def build_head(word: str, settings: dict[str, Any], *, target: OpenTarget, share
     return head
 
 
+def check_head(config: Mapping[str, Any], target: OpenTarget, *, where: Path) -> None:
+    """ValueError where a head (its ``head.json``) was trained on another target, tokenizer or chat template than this one."""
+    stated = config["target"]
+    for key, expected in target.identity().items():
+        found = str(stated.get(key, "not stated"))
+        if key != "target_name" and found != expected:
+            raise ValueError(
+                f"{where}: expected a head of this target ({target.spec.name}, {key} {expected[:16]}), found one trained on "
+                f"{stated.get('target_name')} ({key} {found[:16]}); choose that target, or train a head for this one"
+            )
+
+
 def head_loader(target: OpenTarget) -> Callable[[Path, SharedWeights], Head]:
     """A function that rebuilds a trained head from its checkpoint; it refuses a head of another target."""
 
@@ -254,62 +268,32 @@ def head_loader(target: OpenTarget) -> Callable[[Path, SharedWeights], Head]:
         from mtp_train.checkpoint import check_states, read_head_config, read_head_tensors
 
         config = read_head_config(path)
-        stated = config["target"]
-        for key, expected in target.identity().items():
-            found = stated.get(key, "not stated")
-            if key != "target_name" and found != expected:
-                raise ValueError(
-                    f"{path}: expected a head of this target ({target.spec.name}, {key} {expected[:16]}), found one trained on "
-                    f"{stated['target_name']} ({key} {found[:16]}); choose that target, or train a head for this one"
-                )
+        check_head(config, target, where=path)
         head = build_head(config["head"], config["settings"], target=target, shared=shared)
-        head.load_state_dict(read_head_tensors(path))
+        expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+        tensors = read_head_tensors(path)
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if odd := sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)):
+            named = ", ".join(f"{name} {expected.get(name, 'absent')}, found {found.get(name, 'none')}" for name in odd[:3])
+            raise ValueError(f"{path}: expected the tensors that its settings in head.json call for ({named}); train the head anew")
+        head.load_state_dict(tensors)
         check_states(path, stated=config, found=head.draft_config())
         return head
 
     return load
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """One stage's run: where it writes, what it was told, what machine and code it is."""
-
-    out: Path
-    settings: dict[str, Any]
-    provenance: dict[str, Any]
-
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-def check_name(name: str) -> str:
-    """A head's name, which becomes a folder of the run: ValueError unless it is one plain word."""
-    if not _NAME.fullmatch(name):
-        raise ValueError(
-            f"name: expected letters, digits, '.', '_' or '-' (it becomes a folder of the run), found {name!r}; out= writes elsewhere"
-        )
-    return name
-
-
-def start(cfg: DictConfig, *, stage_name: str, record_now: bool = True) -> Run:
-    """Open the stage's output folder (``cfg.out``) and write ``settings.<stage>.json`` into it.
+def start(cfg: DictConfig, *, stage_name: str, record_now: bool = True, worker: int | None = None) -> Run:
+    """Open the stage's output folder (``cfg.out``), keep it for this process, and write ``settings.<stage>.json`` into it.
 
     ``record_now=False`` leaves the writing to ``record``, for stages that may yet refuse to continue what is there.
+    ``worker``: the number of this process among those that share the folder's work, each of which may run once.
+    Errors: ValueError where another process of the stage writes there.
     """
     if "name" in cfg:
         check_name(cfg.name)
-    out = Path(cfg.out)
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out: expected a folder, found a file at {out}; choose another run= or out=")
-    run = Run(out=out, settings=plain(cfg), provenance=provenance())
+    run = open_run(Path(cfg.out), lock=stage_name if worker is None else f"{stage_name}.{worker}", settings=plain(cfg))
     if record_now:
         record(run, stage_name=stage_name)
-    log(f"{stage_name}: writing to {out}")
+    log(f"{stage_name}: writing to {run.out}")
     return run
-
-
-def record(run: Run, *, stage_name: str) -> None:
-    """Write the settings and what produced them beside a stage's output."""
-    if is_main():
-        run.out.mkdir(parents=True, exist_ok=True)
-        atomic_write_json(run.out / f"settings.{stage_name}.json", {"settings": run.settings, "provenance": run.provenance})

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_train.runtime import barrier, is_main, log
-from mtp_train.stage import OpenTarget, Run, build, head_loader, load_word, open_target, plain, stage, start
+from mtp_train.stage import OpenTarget, Run, build, call, head_loader, load_word, open_target, plain, record, stage, start
+from mtp_train.typed import fit
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from omegaconf import DictConfig
 
+    from mtp_train.batch.plan import DataPlan
     from mtp_train.cache.reader import CacheReader
     from mtp_train.head.base import Head
     from mtp_train.trainer.data import Subset
@@ -63,9 +65,9 @@ def _objective(cfg: DictConfig) -> Objective:
         unknown = settings.keys() - node.keys() - {"weight"}
         if unknown or "weight" not in settings:
             raise ValueError(f"losses.{word}: expected a weight, and settings among {sorted(node.keys() - {'_target_'})}, found {entry}")
-        weight = float(settings.pop("weight"))
+        weight = fit(float, settings.pop("weight"), f"losses.{word}.weight")
         if weight != 0:
-            terms[word] = Term(weight, build({**node, **settings}))
+            terms[word] = Term(weight, build({**node, **settings}, where=f"losses.{word}"))
     weights = None if cfg.depth_weights is None else tuple(float(weight) for weight in cfg.depth_weights)
     return Objective(terms=terms, draft_steps=cfg.draft_steps, decay=cfg.depth_decay, chunk_rows=cfg.chunk_rows, depth_weights=weights)
 
@@ -102,6 +104,13 @@ def _head(
         covered, total = int(counts_V[ids_U].sum()), int(counts_V.sum())
         log(f"draft vocabulary: {len(ids_U)} of {len(counts_V)} tokens, {covered} of {total} answer tokens ({covered / total:.2%})")
     return head, train, held_out
+
+
+def _num_steps(cfg: DictConfig, plan: DataPlan) -> int:
+    for key in ("num_steps", "num_epochs"):
+        if cfg[key] is not None and cfg[key] < 1:
+            raise ValueError(f"{key}: expected at least 1, found {cfg[key]}")
+    return int(cfg.num_steps if cfg.num_steps is not None else plan.steps_of(cfg.num_epochs))
 
 
 def _loop_settings(cfg: DictConfig, *, num_steps: int) -> LoopSettings:
@@ -143,18 +152,31 @@ def _on_validate(cfg: DictConfig, target: OpenTarget, samples: Subset) -> Measur
     from mtp_train.trainer.probe import write_probe
 
     settings = plain(cfg.validation.decode)
-    if settings.pop("every") is None:
+    every = settings.pop("every")
+    decode: DecodeSettings = call(DecodeSettings, settings, where="validation.decode")
+    if every is None:
         return None
 
     def prepare(folder: Path) -> None:
         write_probe(folder, head_loader(target)(folder, read_shared(target.path)), [samples[i] for i in range(min(len(samples), 8))])
 
     words = {"path": target.path.resolve(), "name": target.spec.name, "trust_remote_code": target.trust_remote_code}
-    decode = DecodeSettings(**{**settings, "overrides": tuple(settings["overrides"])})
     return MeasuredAcceptance(settings=decode, target=words, prepare=prepare)
 
 
-@stage("train")
+# What the defaults in conf/train.yaml do not tell: what may be null, and losses with settings of their own.
+_KINDS = {
+    "losses": dict[str, float | dict[str, Any]],
+    "num_steps": int | None,
+    "validation.cache": str | None,
+    "validation.every": int | None,
+    "validation.decode.every": int | None,
+    "validation.decode.devices": str | int | None,
+    "checkpoint.every": int | None,
+}
+
+
+@stage("train", kinds=_KINDS)
 def main(cfg: DictConfig) -> None:
     target = open_target(cfg.target)
 
@@ -166,6 +188,7 @@ def main(cfg: DictConfig) -> None:
     from mtp_train.trainer.start import start_from_data
     from mtp_train.trainer.state import HeadFile, check_continues, complete_steps
 
+    optimizer, schedule, wandb = (build(cfg[key], where=key) for key in ("optimizer", "schedule", "wandb"))
     train, held_out = _data(cfg, target)
     plan = DataPlan(
         lengths=train.lengths,
@@ -174,13 +197,14 @@ def main(cfg: DictConfig) -> None:
         tokens_per_pack=cfg.tokens_per_pack,
         packs_per_step=cfg.packs_per_step,
     )
-    num_steps = cfg.num_steps if cfg.num_steps is not None else plan.steps_of(cfg.num_epochs)
+    num_steps = _num_steps(cfg, plan)
+    settings = _loop_settings(cfg, num_steps=num_steps)
     objective = _objective(cfg)
     accelerator = make_accelerator(cfg.device)
     head, train, held_out = _head(cfg, target, accelerator, train, held_out)
     identity = _identity(cfg, head, train, num_steps=num_steps)
     check_continues(Path(cfg.out), identity)  # before anything there is overwritten
-    run: Run = start(cfg, stage_name="train")
+    run: Run = start(cfg, stage_name="train", record_now=False)
     log(
         f"{len(train)} samples of {sum(train.lengths)} tokens ({sum(train.num_loss_tokens)} count), {len(held_out or ())} held out; "
         f"{num_steps} steps of {cfg.packs_per_step} x {cfg.tokens_per_pack} tokens, {plan.fill():.0%} full"
@@ -194,9 +218,9 @@ def main(cfg: DictConfig) -> None:
         train=train,
         plan=plan,
         validation=held_out,
-        settings=_loop_settings(cfg, num_steps=num_steps),
-        optimizer=build(cfg.optimizer),
-        schedule=build(cfg.schedule),
+        settings=settings,
+        optimizer=optimizer,
+        schedule=schedule,
         out=run.out,
         head_file=HeadFile(
             config=head.draft_config(),
@@ -204,9 +228,10 @@ def main(cfg: DictConfig) -> None:
             made_by={"settings": run.settings, "provenance": run.provenance, "cache": train.identity.to_json()},
         ),
         identity=identity,
-        wandb=build(cfg.wandb),
+        wandb=wandb,
         on_validate=_on_validate(cfg, target, held_out or train),
     )
+    record(run, stage_name="train")  # only now: settings that do not go together have been refused
     trained = trainer.run()
     if is_main() and (trained or not (run.out / PROBE).is_file()):
         samples = held_out or train

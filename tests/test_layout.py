@@ -20,8 +20,10 @@ TOP_FOLDERS = {"mtp_train", "conf", "data", "jobs", "tests", "tools", ".ci"}
 VERBS = ("regenerate", "precompute", "train", "evaluate", "export", "plan", "advise")
 # A line imports from the lines above it only, and nothing from its own line but itself.
 ORDER = (
+    ("typed", "faults", "commandline"),
     ("records", "runtime", "quantity"),
-    ("target", "cache", "acceptance", "nn", "checkpoint"),
+    ("lock",),
+    ("target", "cache", "acceptance", "nn", "checkpoint", "run"),
     ("prompt", "batch"),
     ("head", "loss"),
     ("decoding", "exporter"),

@@ -39,13 +39,14 @@ STAGE_SETTINGS = {
 
 # One Python that has imported what all stages need, and forks for each command: a command then costs what it does, and not
 # ten seconds of imports each time. A child is a process of its own: killed, it dies as any other would. With "die", the child
-# kills itself (SIGKILL) when the named method is called for the n-th time, which is the same moment on every machine.
+# kills itself (SIGKILL) when the named method is called for the n-th time, which is the same moment on every machine; with
+# "stop" it stops itself there (SIGSTOP), until it is told to go on.
 SHELL = """
 import json, os, runpy, signal, sys, traceback
 import accelerate, hydra, jinja2, matplotlib.pyplot, rich.table, safetensors.torch, torch.utils.data, tqdm, transformers
 import transformers.models.llama.modeling_llama
 
-def die(where, number):
+def at_call(where, number, signal_number):
     module, _, path = where.partition(":")
     owner, _, method = path.partition(".")
     found = getattr(__import__(module, fromlist=["_"]), owner)
@@ -53,7 +54,7 @@ def die(where, number):
     def counted(*words, **named):
         calls.append(1)
         if len(calls) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal_number)
         return plain(*words, **named)
     setattr(found, method, counted)
 
@@ -62,8 +63,9 @@ def child(job):
     for number, path in enumerate((os.devnull, job["out"], job["err"])):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
     os.environ.update(job["environment"])
-    if job["die"]:
-        die(*job["die"])
+    for kind, number in (("die", signal.SIGKILL), ("stop", signal.SIGSTOP)):
+        if job[kind]:
+            at_call(*job[kind], number)
     sys.argv = ["stage", *job["words"]]
     try:
         runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
@@ -76,6 +78,9 @@ def child(job):
 
 for line in sys.stdin:
     job = json.loads(line)
+    if "stopped" in job:
+        print(os.WSTOPSIG(os.waitpid(job["stopped"], os.WUNTRACED)[1]), flush=True)
+        continue
     if "wait" in job:
         print(os.waitstatus_to_exitcode(os.waitpid(job["wait"], 0)[1]), flush=True)
         continue
@@ -105,11 +110,23 @@ class Shell:
         self.process.stdin.flush()
         return int(self.process.stdout.readline())
 
-    def start(self, module: str, words: Sequence[str], *, die: tuple[str, int] | None = None, **variables: str) -> Job:
+    def start(
+        self,
+        module: str,
+        words: Sequence[str],
+        *,
+        die: tuple[str, int] | None = None,
+        stop: tuple[str, int] | None = None,
+        **variables: str,
+    ) -> Job:
         self.number += 1
         out, err = (self.folder / f"{self.number}.{kind}" for kind in ("out", "err"))
-        pid = self.ask(module=module, words=list(words), out=str(out), err=str(err), die=die, environment=variables)
+        pid = self.ask(module=module, words=list(words), out=str(out), err=str(err), die=die, stop=stop, environment=variables)
         return Job(pid, out, err)
+
+    def until_stopped(self, job: Job) -> None:
+        """Wait until the child has stopped itself, where ``stop`` told it to."""
+        assert self.ask(stopped=job.pid) == signal.SIGSTOP
 
     def wait(self, job: Job) -> Done:
         code = self.ask(wait=job.pid)
@@ -201,9 +218,11 @@ class Run:
         return {row["prompt_id"]: (row["token_ids"], row["loss_mask"]) for row in rows}
 
     def cache_bytes(self) -> dict[str, bytes]:
-        """All that a reader reads; the commit is the only word in the manifest that may differ."""
+        """All that a reader reads; the commit, and with it the seal, is all in the manifest that may differ."""
         found = {file.name: file.read_bytes() for file in sorted((self.folder / "cache").glob("shard-*"))}
-        return found | {"manifest.json": re.sub(rb'"git_commit": [^,]*', b"", (self.folder / "cache" / "manifest.json").read_bytes())}
+        return found | {
+            "manifest.json": re.sub(rb'"(git_commit|seal)": [^,}]*', b"", (self.folder / "cache" / "manifest.json").read_bytes())
+        }
 
     def weights(self, name: str = "mtp") -> bytes:
         return (self.folder / "checkpoint" / name / "head.safetensors").read_bytes()
@@ -293,28 +312,40 @@ def test_a_target_with_latent_attention_and_experts_goes_through_all_stages(tmp_
 
 
 def test_a_second_call_does_nothing_twice(finished: Run) -> None:
-    before = (finished.responses(), finished.cache_bytes(), finished.weights(), finished.weights("eagle"))
-    kept = [
-        *(finished.folder / "responses").glob("responses*.jsonl"),
-        *(finished.folder / "cache").glob("*shard*"),
-        *(finished.folder / "checkpoint").rglob("*.safetensors"),
-        *(finished.folder / "checkpoint").rglob("metrics.jsonl"),
-        *(finished.folder / "report" / "pieces").rglob("project*.json"),
-        *(finished.folder / "report" / "pieces").rglob("identity.json"),
-        *(path for path in (finished.folder / "served").rglob("*") if path.is_file()),
-    ]
-    stamps = {file: (file.stat().st_mtime_ns, file.stat().st_ino) for file in kept}
-    report = finished.report()
-    assert "20 of 20 answers are there already" in finished.ok("regenerate")
-    assert "0 tokens to read" in finished.ok("precompute")
-    finished.ok("train")
-    again = finished.ok("evaluate", "name=mtp")
+    """Not a file of the run is written again (but the locks), and the target's model is not even loaded."""
+    calls = (("regenerate",), ("precompute",), ("train",), ("evaluate", "name=mtp"), ("export", "name=mtp"))
+    for stage, *words in calls:  # whatever the tests before have done to the shared run
+        finished.ok(stage, *words)
+    stamps = {file: (file.stat().st_mtime_ns, file.stat().st_ino) for file in _files(finished.folder)}
+    said = {}
+    for stage, *words in calls:
+        die = ("mtp_train.engine.hf_model:TargetModel.__init__", 1)  # a process that loads the model kills itself
+        done = finished.shell.wait(finished.shell.start(f"mtp_train.{stage}", finished.words(stage, *words), die=die))
+        assert done.code == 0, (stage, done.stderr[-3000:])
+        said[stage] = done.stdout + done.stderr
+    assert "20 of 20 answers are there already" in said["regenerate"]
+    assert "0 tokens to read" in said["precompute"]
+    assert "nothing left to do" in said["train"]
     for name in ("project.greedy", "project.greedy.estimate", "project.sampled", "project.sampled.estimate", "identity"):
-        assert f"{name} is measured already" in again
-    assert "already there" in finished.ok("export", "name=mtp")
-    assert (finished.responses(), finished.cache_bytes(), finished.weights(), finished.weights("eagle")) == before
-    assert len(kept) > 20 and {file: (file.stat().st_mtime_ns, file.stat().st_ino) for file in kept} == stamps
-    assert finished.report()["measurements"] == report["measurements"]
+        assert f"{name} is measured already" in said["evaluate"]
+    assert "already there" in said["export"]
+    assert len(stamps) > 40 and {file: (file.stat().st_mtime_ns, file.stat().st_ino) for file in _files(finished.folder)} == stamps
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock")
+
+
+def test_two_processes_of_one_stage_do_not_write_to_one_folder(finished: Run, tmp_path: Path, shell: Shell) -> None:
+    """The second is refused, by the number of the first, and the first ends as if it had been alone."""
+    run = Run(tmp_path / "run", finished.target, shell)
+    wait = ("mtp_train.prompt.responses:ResponseWriter.write", 3)
+    first = shell.start("mtp_train.regenerate", run.words("regenerate"), stop=wait)
+    shell.until_stopped(first)
+    assert f"found another process at it (process {first.pid} on " in run.refused("regenerate")
+    os.kill(first.pid, signal.SIGCONT)
+    assert shell.wait(first).code == 0
+    assert run.responses() == finished.responses()
 
 
 @pytest.mark.slow
@@ -384,7 +415,7 @@ def test_another_target_and_another_template_are_refused_with_both_values(
     mine = json.loads((finished.folder / "cache" / "manifest.json").read_text(encoding="utf-8"))["identity"]
     for target, key in ((tiny_llama_tied, "target_fingerprint"), (copy, "template_hash")):
         other = Run(finished.folder, target, shell)
-        for stage in ("regenerate", "precompute", "train", "evaluate", *(["export"] if target is tiny_llama_tied else [])):
+        for stage in ("regenerate", "precompute", "train", "evaluate", "export"):
             message = other.refused(stage)
             assert mine[key][:12] in message, (stage, message)
             found = set(re.findall(r"\b[0-9a-f]{12,64}\b", message))
@@ -484,3 +515,38 @@ def test_eagle3_goes_through_every_stage(finished: Run, tmp_path: Path, shell: S
     one, two = (load_file(run.folder / "checkpoint" / name / "head.safetensors") for name in ("one", "two"))
     assert one["draft_ids"].equal(two["draft_ids"]), "each process counts its share"
     assert all(float((tensor - two[name]).abs().max()) <= 2e-4 for name, tensor in one.items())
+
+
+def test_own_answers_that_are_too_long_are_counted_beside_the_cache(finished: Run, tmp_path: Path) -> None:
+    lengths = {name: len(ids) for name, (ids, _) in finished.responses().items()}
+    limit = sorted(lengths.values())[len(lengths) // 2]
+    too_long = sorted(name for name, length in lengths.items() if length > limit)
+    assert 0 < len(too_long) < len(lengths)
+    said = finished.ok("precompute", f"max_length_tokens={limit}", f"out={tmp_path}/cache")
+    skips = json.loads((tmp_path / "cache" / "skips.json").read_text(encoding="utf-8"))
+    assert (skips["num_rows"], skips["num_kept"], skips["num_skipped"]) == (len(lengths), len(lengths) - len(too_long), len(too_long))
+    (reason,) = skips["skipped"]
+    assert reason == "too_long" and skips["skipped"][reason]["count"] == len(too_long)
+    assert skips["skipped"][reason]["examples"][0]["row"] in too_long
+    assert f"skipped {len(too_long)} too_long" in said
+    manifest = json.loads((tmp_path / "cache" / "manifest.json").read_text(encoding="utf-8"))
+    assert sorted(name for shard in manifest["shards"] for name in shard["sample_ids"]) == sorted(lengths.keys() - set(too_long))
+    assert "max_length_tokens=5" in finished.refused("precompute", "max_length_tokens=5", f"out={tmp_path}/none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_estimate_s_head_is_where_the_engine_is(finished: Run) -> None:
+    """On torch's ``meta`` device, which every machine has and no default chooses."""
+    from omegaconf import OmegaConf
+
+    from mtp_train.engine.hf import HfEngine
+    from mtp_train.evaluate import _loader
+    from mtp_train.stage import load_word, open_target
+
+    named = {"name": "tiny", "kind": "path", "path": str(finished.target), "trust_remote_code": False}
+    target = open_target(OmegaConf.create(named))
+    settings = {key: value for key, value in load_word("engine", "hf").items() if key != "_target_"} | {"device": "meta"}
+    engine = HfEngine(**settings, target_path=target.path, trust_remote_code=False, load_head=None)
+    head = _loader(target, engine)(finished.folder / "checkpoint" / "mtp")
+    held = {tensor.device.type for tensor in (*head.parameters(), head.shared.embedding_VD, head.shared.lm_head_VD)}
+    assert held == {"meta"}

@@ -150,6 +150,89 @@ def test_unknown_keys_choices_and_missing_values_are_one_message(tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
+# Runs a stage in one process once per line of settings and prints what each said (a child per line, so that sys.exit ends it).
+SAY_ALL = """
+import json, os, runpy, sys
+import hydra, omegaconf
+for line in json.load(sys.stdin):
+    sys.stdout.flush()
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(write, 2)
+        sys.argv = [sys.argv[1], *line]
+        try:
+            runpy.run_module("mtp_train." + sys.argv[0], run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            os._exit(end.code)
+        except BaseException:
+            import traceback; traceback.print_exc()
+        os._exit(1)
+    os.close(write)
+    said = os.fdopen(read, encoding="utf-8").read()
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said]))
+"""
+REFUSED = {
+    "regenerate": {
+        "num_answers=x": "num_answers: expected a whole number, found 'x'; its default is 1",
+        "num_answers=null": "num_answers: expected a whole number, found null",
+        "max_length_tokens=1": "max_length_tokens: expected at least 2, found 1",
+        "prompt.limit=many": "prompt.limit: expected a whole number or null, found 'many'",
+        "prompt.deduplicate=maybe": "prompt.deduplicate: expected true or false, found 'maybe'",
+        "sampling.temperature=nan": "sampling.temperature: expected a finite number, found nan",
+        "sampling=null": "sampling: expected a mapping, found null",
+        "run=": "run: expected text, found none",
+        "+nope=1": "nope: expected no further setting, found this one",
+        "nope=1": "nope: expected a setting of regenerate, found none of that name",
+        "sampling.tempreature=1": "did you mean sampling.temperature",
+        "engine.bacht_size=3": "did you mean engine.batch_size",
+        "engine=nope": "Could not find 'engine/nope'",
+        "~sampling.seed": "sampling.seed: expected a value, found it taken away",
+        "~engine": "engine: expected a value, found it taken away",
+        "x y": "python -m mtp_train.regenerate --help lists groups, choices and settings",
+        "out='${nope}'": "Interpolation key 'nope' not found",
+    },
+    "train": {
+        "optimizer=null": "optimizer: expected a mapping, found null",
+        "losses.topk_kl=x": "losses.topk_kl: expected a number or a mapping, found 'x'",
+        "num_steps=1.5": "num_steps: expected a whole number or null, found 1.5",
+        "validation.fraction=null": "validation.fraction: expected a number, found null",
+        "+seeed=3": "did you mean seed",
+    },
+    "evaluate": {
+        "ways=3": "ways: expected a mapping, found 3",
+        "aims=3": "aims: expected a list (a mapping each), found 3",
+        "aims={}": "Cannot merge",
+        "identity.num_prompts=x": "identity.num_prompts: expected a whole number or null, found 'x'",
+    },
+}
+
+
+@pytest.mark.parametrize("verb", REFUSED)
+def test_a_wrong_setting_is_one_short_message(verb: str, tmp_path: Path) -> None:
+    """Whatever is wrong with a setting: no traceback, exit status 2, the key, what was expected and what was found."""
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "one?"}\n')
+    own = {"regenerate": ["prompt=file", f"prompt.source=[{prompts}]"]}.get(verb, [])
+    lines = [["target=local", f"target.path={tmp_path}", f"run={tmp_path}/run", *own, word] for word in REFUSED[verb]]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", SAY_ALL, verb],
+        input=json.dumps(lines),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    for (word, message), (code, said) in zip(REFUSED[verb].items(), found, strict=True):
+        assert code == 2 and "Traceback" not in said, (word, code, said)
+        assert message in said, (word, said)
+        assert len(said) < 900 and said.lstrip().startswith(f"mtp-train {verb}: "), (word, said)
+    assert not (tmp_path / "run").exists()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stranger:
     """A class of some other package."""

@@ -11,7 +11,7 @@ from mtp_train.acceptance.report_data import ReportData, from_json, part_from_js
 from mtp_train.acceptance.report_html import page
 from mtp_train.acceptance.report_markdown import certificate_markdown, escape, markdown, print_tables
 from mtp_train.acceptance.report_summary import Section, Summary, summarise
-from mtp_train.runtime import atomic_write_json, atomic_write_text, read_json
+from mtp_train.runtime import SEAL, atomic_write_json, atomic_write_text, check_seal, read_json, read_object, seal
 
 JSON, MARKDOWN, HTML = "report.json", "report.md", "index.html"
 CERTIFICATE_JSON, CERTIFICATE_MARKDOWN = "certificate.json", "certificate.md"
@@ -23,10 +23,21 @@ def write_report(data: ReportData, out: Path) -> Path:
     Errors: ValueError where a measurement holds no draft at all.
     """
     summary = summarise(data)
-    atomic_write_json(out / JSON, {"summary": figures_json(summary), "data": to_json(data)})
+    document = {"summary": figures_json(summary), "data": to_json(data)}
+    atomic_write_json(out / JSON, {**document, SEAL: seal(document)})
     atomic_write_text(out / MARKDOWN, markdown(data, summary))
     atomic_write_text(out / HTML, page(data, summary))
     return out / HTML
+
+
+def stands(data: ReportData, out: Path) -> bool:
+    """Whether the report of these very data is in ``out`` already."""
+    if not all((out / name).is_file() for name in (JSON, MARKDOWN, HTML)):
+        return False
+    try:
+        return bool(to_json(read_report(out)) == to_json(data))
+    except ValueError:
+        return False  # damaged: it is written again
 
 
 def print_summary(data: ReportData, out: Path) -> None:
@@ -37,10 +48,13 @@ def print_summary(data: ReportData, out: Path) -> None:
 
 def read_report(out: Path) -> ReportData:
     """Read a report's data back from the folder that ``write_report`` wrote."""
-    document = read_json(out / JSON)
-    if not isinstance(document, dict) or "data" not in document:
-        raise ValueError(f"{out / JSON}: expected a report that evaluate wrote, found no data in it")
-    return from_json(document["data"])
+    remedy = "expected a report that evaluate wrote: run evaluate again"
+    try:
+        document = read_object(out / JSON, {"data": dict}, remedy=remedy)
+        check_seal(document, where=out / JSON, remedy=remedy)
+        return from_json(document["data"])
+    except ValueError as fault:
+        raise ValueError(str(fault) if str(out) in str(fault) else f"{out / JSON}: {fault}; {remedy}") from None
 
 
 def write_certificate(certificate: Certificate, out: Path) -> Path:

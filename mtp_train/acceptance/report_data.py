@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, cast
 
 from mtp_train.acceptance.certificate import Certificate
 from mtp_train.acceptance.identity import Identity
 from mtp_train.records import Acceptance
+from mtp_train.typed import fit
 
 Part = TypeVar("Part")
 
@@ -152,46 +152,9 @@ def from_json(document: Any) -> ReportData:
     if not isinstance(document, dict) or document.get("format_version") != FORMAT_VERSION:
         found = document.get("format_version") if isinstance(document, dict) else type(document).__name__
         raise ValueError(f"report: expected format_version {FORMAT_VERSION}, found {found!r}; write the report again with evaluate")
-    return cast(ReportData, _decode(ReportData, document, "report"))
+    return cast(ReportData, fit(ReportData, document, "report"))
 
 
 def part_from_json(kind: type[Part], document: Any) -> Part:
     """One record of a report (a ``Measurement``, a ``TrainedHead``, ...) back from JSON, checked field by field."""
-    return cast(Part, _decode(kind, document, kind.__name__))
-
-
-def _decode(kind: Any, value: Any, where: str) -> Any:
-    """``value`` as ``kind``: a record, tuple, dict, Literal, optional or plain type."""
-    origin, args = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return value
-    if dataclasses.is_dataclass(kind):
-        return _decode_record(cast(type, kind), value, where)
-    if origin in (Union, types.UnionType):
-        assert len(args) == 2 and type(None) in args, kind
-        return None if value is None else _decode(next(arg for arg in args if arg is not type(None)), value, where)
-    if origin is tuple:
-        assert len(args) == 2 and args[1] is Ellipsis, kind
-        if isinstance(value, (list, tuple)):
-            return tuple(_decode(args[0], item, f"{where}[{index}]") for index, item in enumerate(value))
-    elif origin is dict:
-        if isinstance(value, dict):
-            return {key: _decode(args[1], item, f"{where}.{key}") for key, item in value.items()}
-    elif origin is Literal:
-        if value in args:
-            return value
-    elif kind is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-    elif type(value) is kind:
-        return value
-    raise ValueError(f"{where}: expected {kind}, found {value!r}")
-
-
-def _decode_record(kind: type, value: Any, where: str) -> Any:
-    fields = {item.name: item for item in dataclasses.fields(kind)}
-    if not isinstance(value, dict) or set(value) != set(fields):
-        found = sorted(value) if isinstance(value, dict) else type(value).__name__
-        raise ValueError(f"{where}: expected the fields {sorted(fields)}, found {found}")
-    hints = get_type_hints(kind)
-    return kind(**{name: _decode(hints[name], value[name], f"{where}.{name}") for name in fields})
+    return cast(Part, fit(kind, document, kind.__name__))

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from mtp_train.records import HiddenState
-from mtp_train.runtime import read_json
+from mtp_train.runtime import SEAL, check_seal, read_json, read_object, seal
+from mtp_train.typed import arguments, fit
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -57,14 +58,12 @@ def sidecar_path(shard: Path) -> Path:
     return shard.with_suffix(".json")
 
 
-def check_keys(cls: type, value: Any, *, where: Path) -> dict[str, Any]:
-    """``value`` as the keyword arguments of the dataclass ``cls``; ValueError names what is missing or unknown."""
-    held = value if isinstance(value, dict) else {}
-    known = {f.name for f in fields(cls)}
-    missing, unknown = sorted(known - held.keys()), sorted(held.keys() - known)
-    if missing or unknown:
-        raise ValueError(f"{where}: expected the fields of {cls.__name__}, found missing {missing}, unknown {unknown}; make the file anew")
-    return dict(held)
+def _fields(cls: type, value: Any, *, where: Path) -> dict[str, Any]:
+    """``value`` as the arguments of the dataclass ``cls``; ValueError names what is missing, unknown or of another type."""
+    try:
+        return arguments(cls, fit(dict, value, cls.__name__), where=cls.__name__, noun="fields")
+    except ValueError as fault:
+        raise ValueError(f"{where}: {fault}; make the file anew") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +120,8 @@ class CacheIdentity:
             raise ValueError(
                 f"{where}: expected a statement of hidden_state (post_norm), found none; a cache that does not say is not read"
             )
-        known = check_keys(cls, value, where=where)
-        return cls(**{**known, "target_layer_ids": tuple(known["target_layer_ids"])})
+        known = _fields(cls, value, where=where)
+        return cls(**known)
 
 
 def check_fields(expected: Mapping[str, Any], found: CacheIdentity, *, where: Path) -> None:
@@ -180,10 +179,19 @@ class ShardInfo:
 
     @classmethod
     def from_json(cls, value: Any, *, where: Path) -> ShardInfo:
-        known = check_keys(cls, value, where=where)
-        quarantined = tuple(Quarantined(**check_keys(Quarantined, entry, where=where)) for entry in known.pop("quarantined"))
-        columns: dict[str, Any] = {name: tuple(entry) if isinstance(entry, list) else entry for name, entry in known.items()}
-        return cls(quarantined=quarantined, **columns)
+        return cls(**_fields(cls, value, where=where))
+
+    def to_sidecar(self) -> dict[str, Any]:
+        """What the shard's own JSON holds: sealed, since it alone says what the manifest will say of the shard."""
+        return {**self.to_json(), SEAL: seal(self.to_json())}
+
+    @classmethod
+    def from_sidecar(cls, path: Path) -> ShardInfo:
+        """Read a shard's own JSON; ValueError where it is damaged."""
+        value = read_json(path)
+        info = cls.from_json({key: entry for key, entry in fit(dict, value, str(path)).items() if key != SEAL}, where=path)
+        check_seal(value, where=path, remedy="make the shard anew")
+        return info
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +227,7 @@ class Manifest:
         return tuple(entry for shard in self.shards for entry in shard.quarantined)
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        content = {
             "identity": self.identity.to_json(),
             "plan_sha256": self.plan_sha256,
             "num_samples": self.num_samples,
@@ -230,13 +238,13 @@ class Manifest:
             "num_quarantined": len(self.quarantined),
             "shards": [shard.to_json() for shard in self.shards],
         }
+        return {**content, SEAL: seal(content)}
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
         """Read and check ``manifest.json``; ValueError names the file and what is wrong with it."""
-        value = read_json(path)
-        if not isinstance(value, dict) or not {"identity", "plan_sha256", "shards"} <= value.keys():
-            raise ValueError(f"{path}: expected a manifest with identity, plan_sha256 and shards, found another JSON file")
+        remedy = "run precompute again, which writes it anew from the shards"
+        value = read_object(path, {"identity": dict, "plan_sha256": str, "shards": list}, remedy=remedy)
         manifest = cls(
             identity=CacheIdentity.from_json(value["identity"], where=path),
             plan_sha256=value["plan_sha256"],
@@ -246,4 +254,5 @@ class Manifest:
             raise ValueError(
                 f"{path}: expected format version {FORMAT_VERSION}, found {manifest.identity.format_version}; make the cache anew"
             )
+        check_seal(value, where=path, remedy=remedy)
         return manifest

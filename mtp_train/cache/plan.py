@@ -7,13 +7,12 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from mtp_train.cache.format import PLAN, CacheIdentity, check_same
 from mtp_train.records import Response, Sample
-from mtp_train.runtime import atomic_write_json, read_json
+from mtp_train.runtime import atomic_write_json, read_object
 
 
 def content_hash(token_ids: Sequence[int], loss_mask: Sequence[bool]) -> str:
@@ -102,15 +101,16 @@ class CachePlan:
     def read(cls, folder: Path) -> CachePlan:
         """The plan that a cache was begun with; ValueError where the file does not hold what its own hash says."""
         path = folder / PLAN
-        value: Any = read_json(path)
+        remedy = f"delete {PLAN} and run the same precompute again: shards of the same plan are kept"
+        value = read_object(path, {"sha256": str, "shard_tokens": int, "identity": dict, "samples": list}, remedy=remedy)
         try:
             samples = [PlannedSample(sample_id, num_tokens, content) for sample_id, num_tokens, content in value["samples"]]
-            stored, shard_tokens, identity = value["sha256"], value["shard_tokens"], value["identity"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}: expected the plan of a cache, found {error!r}; delete the folder and precompute anew") from error
-        plan = cls.make(identity=CacheIdentity.from_json(identity, where=path), shard_tokens=shard_tokens, samples=samples)
-        if plan.sha256() != stored:
-            raise ValueError(f"{path}: expected content of sha256 {stored}, found {plan.sha256()}; delete the folder and precompute anew")
+            identity = CacheIdentity.from_json(value["identity"], where=path)
+            plan = cls.make(identity=identity, shard_tokens=value["shard_tokens"], samples=samples)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: expected the plan of a cache, found {error}; {remedy}") from error
+        if (found := plan.sha256()) != value["sha256"]:
+            raise ValueError(f"{path}: expected content of sha256 {value['sha256']}, found {found}; {remedy}")
         return plan
 
     def check_continues(self, begun: CachePlan, *, folder: Path) -> None:

@@ -15,7 +15,7 @@ from mtp_train.cache.format import MANIFEST, PLAN, CacheIdentity, Manifest, Shar
 from mtp_train.cache.plan import CachePlan, PlannedSample
 from mtp_train.cache.shard import ShardBuilder, metadata
 from mtp_train.records import Sample
-from mtp_train.runtime import atomic_path, atomic_write_json, log, read_json, sha256_file
+from mtp_train.runtime import atomic_path, atomic_write_json, log, sha256_file
 
 # What ``runtime.atomic_path`` leaves behind of our files when it is killed.
 _LEFTOVER = re.compile(r"\.(shard-\d{5,}\.(safetensors|json)|manifest\.json|plan\.json)\.\d+\.tmp")
@@ -145,7 +145,7 @@ class CacheWriter:
             save_file(builder.tensors(), temporary, metadata=metadata(self.plan.identity))
             sha256, num_bytes = sha256_file(temporary), temporary.stat().st_size
         info = builder.info(name=path.name, sha256=sha256, num_bytes=num_bytes, plan_sha256=self._plan_sha256)
-        atomic_write_json(sidecar_path(path), info.to_json())
+        atomic_write_json(sidecar_path(path), info.to_sidecar())
         return info
 
     def _is_done(self, index: int) -> bool:
@@ -156,8 +156,8 @@ class CacheWriter:
         if not sidecar.exists() or not path.exists():
             return False
         try:
-            info = ShardInfo.from_json(read_json(sidecar), where=sidecar)
-        except (ValueError, TypeError) as error:
+            info = ShardInfo.from_sidecar(sidecar)
+        except ValueError as error:
             log(f"{sidecar.name} cannot be read and its shard is made anew: {error}")
             return False
         if info.plan_sha256 != self._plan_sha256 or info.name != path.name:

@@ -82,6 +82,8 @@ class SpeculateSettings:
     ignore_eos: bool
 
     def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size: expected at least 1, found {self.batch_size}")
         if self.draft_sampling == "probabilistic" and not self.decoding.draws:
             raise ValueError(
                 f"draft_sampling: expected greedy with decoding={self.decoding.word}, whose drafts are not drawn, found probabilistic"
@@ -115,6 +117,11 @@ class Engine(ABC):
     @abstractmethod
     def dtype(self) -> str:
         """What it computes in: ``float32``, ``bfloat16``."""
+
+    @property
+    def device(self) -> str:
+        """torch's word for where tensors beside the engine are computed (``auto``: an accelerator where there is one)."""
+        return "auto"
 
     @abstractmethod
     def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> Iterator[Generated]:

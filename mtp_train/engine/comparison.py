@@ -16,7 +16,7 @@ from mtp_train.checkpoint import WEIGHTS, read_head_config
 from mtp_train.decoding.base import Decoding
 from mtp_train.engine.base import SpeculateRequest
 from mtp_train.prompt.template import ChatTemplate
-from mtp_train.runtime import atomic_write_json, log, read_json
+from mtp_train.runtime import SEAL, atomic_write_json, check_seal, log, read_json, read_json_lines, read_object, seal
 
 _HEAD_FILES = ("head.json", "head.*.json")
 _METRICS = "metrics.jsonl"
@@ -74,12 +74,12 @@ def write_head(
     """Keep all that the report says of one head with one scheme in ``folder``, written last of its pieces.
 
     ``checkpoint`` None: a scheme without a head. What was measured with other schemes stays beside it, unless the head's
-    weights are others now.
+    weights are others now. Where nothing was measured anew, what is there stays, and says when it was.
     """
     head, provenance_of_head = _without_head(name, decoding), dict[str, Any]()
     if checkpoint is not None:
         config = read_head_config(checkpoint)
-        metrics = _read_metrics(checkpoint / _METRICS)
+        metrics = read_json_lines(checkpoint / _METRICS) if (checkpoint / _METRICS).is_file() else []
         provenance_of_head = {f"train {name}": config["made_by"]}
         facts = _facts(config, metrics, num_parameters=_num_parameters(checkpoint))
         head = TrainedHead(name=name, word=config["head"], facts=facts, metrics=tuple(metrics))
@@ -91,25 +91,49 @@ def write_head(
         "provenance": provenance_of_head | {f"evaluate {piece_key(name, decoding.word)}": dict(provenance)},
     }
     path = folder / (piece_key("head", decoding.word) + ".json")
-    atomic_write_json(path, document)
-    for other, found in _documents(folder):
+    there = _document(path, name=name) if path.is_file() else None
+    said = json.loads(json.dumps(document))
+    if there is None or any(there.get(key) != said[key] for key in said.keys() - {"provenance"}):
+        atomic_write_json(path, {**document, SEAL: seal(document)})
+    for other, found in _documents(folder, name=name):
         if other != path and found["head"]["facts"].get(_WEIGHTS) != head.facts.get(_WEIGHTS):
             log(f"evaluate: {other.name} was measured with other weights of {name} and leaves the report; run it again")
             other.unlink()
 
 
-def _documents(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+def _documents(folder: Path, *, name: str | None) -> Iterator[tuple[Path, dict[str, Any]]]:
     """What ``write_head`` kept in one head's folder, chains first."""
     for pattern in _HEAD_FILES:
         for path in sorted(folder.glob(pattern)):
-            document = read_json(path)
-            if "measurements" in document:  # a piece of a prompt set that is called head has none
+            document = _document(path, name=name)
+            if document is not None:
                 yield path, document
 
 
-def _of_all_heads(out: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+def _document(path: Path, *, name: str | None) -> dict[str, Any] | None:
+    """What stands of one head with one scheme; None for a piece of a prompt set that is called head.
+
+    Errors: ValueError where the file is damaged; where it is that of the head ``name``, which is about to be written
+    again, it is passed over.
+    """
+    kinds = {"head": dict, "measurements": list[dict], "answers": list[dict], "target": dict, "provenance": dict}
+    remedy = f"delete it, and evaluate name={path.parent.name} again: what was measured is kept"
+    try:
+        if "depends_on" in read_object(path, {}, remedy=remedy):
+            return None
+        document = read_object(path, kinds, remedy=remedy)
+        check_seal(document, where=path, remedy=remedy)
+    except ValueError as fault:
+        if path.parent.name != name:
+            raise
+        log(str(fault))
+        return None
+    return document
+
+
+def _of_all_heads(out: Path, *, name: str | None = None) -> Iterator[tuple[Path, dict[str, Any]]]:
     for folder in sorted((out / "pieces").glob("*")):
-        yield from _documents(folder)
+        yield from _documents(folder, name=name)
 
 
 def _without_head(name: str, decoding: Decoding) -> TrainedHead:
@@ -140,22 +164,19 @@ def _num_parameters(checkpoint: Path) -> int:
         return sum(math.prod(found.get_shape()) for found in slices if found.get_dtype() == "F32")  # integers are no parameters
 
 
-def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+def check_target(out: Path, target: Mapping[str, str], *, name: str) -> None:
+    """ValueError where ``out`` holds heads measured on another target than this one (an identity as artefacts state it).
 
-
-def check_target(out: Path, target: Mapping[str, str]) -> None:
-    """ValueError where ``out`` holds heads measured on another target than this one (an identity as artefacts state it)."""
-    for path, document in _of_all_heads(out):
-        stated = document.get("target", target)  # early ones did not state it
-        differing = [key for key in target if key != "target_name" and stated[key] != target[key]]
+    A damaged file is passed over where it is that of the head ``name``, which is about to be written again.
+    """
+    for path, document in _of_all_heads(out, name=name):
+        stated = document["target"]
+        differing = [key for key in target if key != "target_name" and stated.get(key) != target[key]]
         if differing:
             key, head = differing[0], path.parent.name
             raise ValueError(
                 f"{out}: expected measurements on {target['target_name']} ({key} {target[key][:16]}), found head {head} measured "
-                f"on {stated['target_name']} ({key} {stated[key][:16]}); choose another run= or out=, or delete {path.parent}"
+                f"on {stated.get('target_name')} ({key} {str(stated.get(key))[:16]}); choose another run= or out=, or delete {path.parent}"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,10 +21,11 @@ from mtp_train.engine.base import (
     SpeculateSettings,
 )
 from mtp_train.engine.hf_generate import generate
-from mtp_train.engine.hf_model import TargetModel
+from mtp_train.engine.hf_model import DTYPES, TargetModel, choose_device
 from mtp_train.engine.hf_prefill import prefill
 from mtp_train.engine.hf_speculate import Measured, Speculation, merge
 from mtp_train.engine.room import by_room
+from mtp_train.engine.stop import stop_token_ids
 from mtp_train.head.base import Head
 from mtp_train.nn.attention import ATTENTION, PackedAttention
 from mtp_train.records import Acceptance, Response, Sample
@@ -59,9 +61,17 @@ class HfEngine(Engine):
         for name, value in (("batch_size", batch_size), ("max_prefill_tokens", max_prefill_tokens), ("max_cache_tokens", max_cache_tokens)):
             if value < 1:
                 raise ValueError(f"engine.{name}: expected at least 1, found {value}")
-        self.target = TargetModel(path=Path(target_path), dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        if dtype not in DTYPES:
+            raise ValueError(f"engine.dtype: expected one of {tuple(DTYPES)}, found {dtype!r}")
+        self.target_path, self._dtype, self._trust_remote_code = Path(target_path), dtype, trust_remote_code
+        self._device = choose_device(device)
         self.load_head, self.batch_size = load_head, batch_size
         self.max_prefill_tokens, self.max_cache_tokens = max_prefill_tokens, max_cache_tokens
+
+    @functools.cached_property
+    def target(self) -> TargetModel:
+        """The model, loaded when it is first needed: where all is done already, it never is."""
+        return TargetModel(path=self.target_path, dtype=self._dtype, device=self._device, trust_remote_code=self._trust_remote_code)
 
     @property
     def version(self) -> str:
@@ -71,7 +81,11 @@ class HfEngine(Engine):
 
     @property
     def dtype(self) -> str:
-        return self.target.dtype_word
+        return self._dtype
+
+    @property
+    def device(self) -> str:
+        return str(self._device)
 
     def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> Iterator[Generated]:
         return self._generate(requests, sampling, batch_size=self.batch_size, ignore_eos=False)
@@ -164,14 +178,14 @@ class HfEngine(Engine):
             "engine": self.word,
             "version": self.version,
             "torch": torch.__version__,
-            "device": str(self.target.device),
+            "device": self.device,
             "threads": torch.get_num_threads(),
             "dtype": self.dtype,
             "attention": f"{ATTENTION} (flash kernels over packed rows, scaled_dot_product_attention over the ragged KV cache)",
             "batch_size": self.batch_size,
             "max_prefill_tokens": self.max_prefill_tokens,
             "max_cache_tokens": self.max_cache_tokens,
-            "stop_ids": sorted(self.target.stop_ids),
+            "stop_ids": list(stop_token_ids(self.target_path, trust_remote_code=self._trust_remote_code)),
         }
 
 

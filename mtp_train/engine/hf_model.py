@@ -23,27 +23,35 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def choose_device(device: str) -> torch.device:
-    """``auto`` takes an accelerator where torch sees one, else the CPU; any other word is torch's own."""
-    if device != "auto":
-        return torch.device(device)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if accelerator is None else accelerator
+    """``auto`` takes an accelerator where torch sees one, else the CPU; any other word is torch's own.
+
+    Errors: ValueError for a word that torch does not know, and for a device that is not there.
+    """
+    if device == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return torch.device("cpu") if accelerator is None else accelerator
+    try:
+        found = torch.device(device)
+        torch.empty(1, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch built without CUDA asserts
+        raise ValueError(
+            f"engine.device: expected auto, or a device that torch finds here, such as cpu, found {device!r}: {str(error).splitlines()[0]}"
+        ) from None
+    return found
 
 
 class TargetModel:
     """A causal LM whose decoder and lm_head are called apart, so that only the rows needed are projected."""
 
-    def __init__(self, *, path: Path, dtype: str, device: str, trust_remote_code: bool) -> None:
+    def __init__(self, *, path: Path, dtype: str, device: torch.device, trust_remote_code: bool) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
-        if dtype not in DTYPES:
-            raise ValueError(f"engine.dtype: expected one of {tuple(DTYPES)}, found {dtype!r}")
         if not (path / "config.json").is_file():
             raise ValueError(
                 f"target path: expected a folder with config.json and safetensors, found none at {path}; fetch the target first"
             )
-        self.path, self.dtype_word, self.device = path, dtype, choose_device(device)
+        self.path, self.device = path, device
         config = read_config(path, trust_remote_code=trust_remote_code)
         disable_progress_bar()  # loading takes seconds; its bar would stand between the stages' own
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(

@@ -19,7 +19,7 @@ from mtp_train.prompt.build import turns_to_answer
 from mtp_train.prompt.skips import SkipCounts
 from mtp_train.prompt.template import ChatTemplate, TemplateRefusal
 from mtp_train.records import Acceptance, Prompt, Response
-from mtp_train.runtime import atomic_write_json, log, read_json
+from mtp_train.runtime import SEAL, atomic_write_json, check_seal, log, read_object, seal
 
 # Tokens packed into one unroll of the estimate; bounds its memory.
 _ESTIMATE_TOKENS = 4096
@@ -39,13 +39,19 @@ class Pieces:
         stated = json.dumps({"identity": self.identity, "settings": settings}, sort_keys=True, default=str)
         wanted = hashlib.sha256(stated.encode()).hexdigest()
         if path.is_file():
-            found = read_json(path)
-            if found["depends_on"] == wanted:
-                log(f"evaluate: {key} is measured already")
-                return part_from_json(Measurement, found["measurement"])
-            log(f"evaluate: {key} was measured with other settings or another head, and is measured again")
+            try:
+                found = read_object(path, {"depends_on": str, "measurement": dict}, remedy="it is measured again")
+                if found["depends_on"] == wanted:
+                    check_seal(found, where=path, remedy="it is measured again")
+                    kept = part_from_json(Measurement, found["measurement"])
+                    log(f"evaluate: {key} is measured already")
+                    return kept
+                log(f"evaluate: {key} was measured with other settings or another head, and is measured again")
+            except ValueError as fault:
+                log(f"evaluate: {fault}")
         measurement = measure()
-        atomic_write_json(path, {"depends_on": wanted, "measurement": asdict(measurement)})
+        document = {"depends_on": wanted, "measurement": asdict(measurement)}
+        atomic_write_json(path, {**document, SEAL: seal(document)})
         return measurement
 
 

@@ -20,7 +20,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from mtp_train.checkpoint import read_head_config, read_head_tensors
-from mtp_train.runtime import atomic_write_json, fsync_directory, provenance, read_json, sha256_file
+from mtp_train.lock import alone
+from mtp_train.runtime import SEAL, atomic_write_json, fsync_directory, provenance, read_object, seal, sha256_file
 from mtp_train.target.files import read_model_config
 from mtp_train.target.spec import fingerprint
 
@@ -139,12 +140,21 @@ def _sha256_json(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode("utf-8")).hexdigest()
 
 
+def _read_manifest(out: Path) -> dict[str, Any]:
+    """An export's manifest. ValueError where it is damaged."""
+    remedy = f"it is damaged: delete {out} and export again"
+    document = read_object(out / MANIFEST, {"identity": dict, "files": dict[str, str], "proof": dict, "serve": str}, remedy=remedy)
+    if odd := sorted({"num_rows", "num_depths", "tolerance", "largest_difference"} - document["proof"].keys()):
+        raise ValueError(f"{out / MANIFEST}: expected a proof that states {', '.join(odd)}, found none; {remedy}")
+    return document
+
+
 def finished_export(out: Path, *, identity: Mapping[str, Any]) -> ExportResult | None:
     """The export that stands in ``out``, where it is the same one and all its checksums are right; otherwise None."""
     if not (out / MANIFEST).is_file():
         return None
-    document = read_json(out / MANIFEST)
-    if document["identity"] != dict(identity):
+    document = _read_manifest(out)
+    if document["identity"] != dict(identity) or document.get(SEAL) != seal(document):
         return None
     for name, expected in document["files"].items():
         if not (out / name).is_file() or sha256_file(out / name) != expected:
@@ -170,8 +180,17 @@ def publishing(out: Path, *, identity: Mapping[str, Any], overwrite: bool) -> It
 
     The manifest is written into it last, with the sha256 of every file. A block that fails leaves nothing; a process that
     is killed leaves a hidden folder that the next export removes. ``result`` is filled after the block.
-    Errors: ValueError where ``out`` holds another export and ``overwrite`` is off, or anything that is no export.
+    Errors: ValueError where ``out`` holds another export and ``overwrite`` is off, or anything that is no export, and
+    where another process is writing it.
     """
+    if not out.name:
+        raise ValueError(f"out: expected the name of a folder to be made, found {out}; name one")
+    with alone(out.with_name(f".{out.name}.lock"), writes=out, wait=False), _placing(out, identity, overwrite) as publication:
+        yield publication
+
+
+@contextmanager
+def _placing(out: Path, identity: Mapping[str, Any], overwrite: bool) -> Iterator[Publication]:
     partial, replaced = (out.with_name(f".{out.name}.{suffix}") for suffix in ("partial", "replaced"))
     if replaced.exists() and not out.exists():  # killed between the two renames below
         os.rename(replaced, out)
@@ -186,7 +205,8 @@ def publishing(out: Path, *, identity: Mapping[str, Any], overwrite: bool) -> It
         assert publication.proof and publication.serve, "an exporter must prove what it wrote and say how to load it"
         files = {path.relative_to(partial).as_posix(): sha256_file(path) for path in sorted(partial.rglob("*")) if path.is_file()}
         document = {"identity": dict(identity), "files": files, "proof": publication.proof, "serve": publication.serve}
-        atomic_write_json(partial / MANIFEST, {**document, "provenance": provenance()})
+        document |= {"provenance": provenance()}
+        atomic_write_json(partial / MANIFEST, {**document, SEAL: seal(document)})
         readable = (partial / MANIFEST).stat().st_mode  # safetensors writes for its owner only; a server is often another user
         for name in files:
             (partial / name).chmod(readable)
@@ -211,7 +231,7 @@ def _refuse_to_overwrite(out: Path, *, identity: Mapping[str, Any], overwrite: b
         raise ValueError(
             f"{out}: expected an export (a folder with {MANIFEST}) or nothing there, found something else; choose another out="
         )
-    found = read_json(out / MANIFEST)["identity"]
+    found = _read_manifest(out)["identity"]
     differs = {key: (found.get(key), value) for key, value in identity.items() if found.get(key) != value}
     if differs and not overwrite:
         shown = "; ".join(f"{key}: there {there!r}, now {now!r}" for key, (there, now) in differs.items())

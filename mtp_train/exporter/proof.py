@@ -41,12 +41,20 @@ def read_probe(checkpoint: Path) -> list[ProbeSample]:
 
     Errors: ValueError where there is none, or it holds no sample of at least two tokens.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     path = checkpoint / PROBE
     if not path.is_file():
         raise ValueError(f"{path}: expected the probe that train writes beside a head, found none; finish or repeat the training")
-    tensors = load_file(path)
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path}: expected a whole safetensors file, found {error}; delete it and run train again, which writes it"
+        ) from error
+    if missing := {"bounds", "token_ids_T", "hidden_TD", "hidden_0_TD", "logits_0_TV"} - tensors.keys():
+        raise ValueError(f"{path}: expected a probe, found no {', '.join(sorted(missing))}; delete it and run train again, which writes it")
     num_depths = sum(name.startswith("logits_") for name in tensors)
     bounds = tensors["bounds"].tolist()
     samples = []
@@ -137,7 +145,8 @@ def compare(what: str, *, expected: torch.Tensor, found: torch.Tensor, tolerance
     if not difference <= tolerance:  # also where it is NaN
         raise ValueError(
             f"export: {what}: expected the trained head's values within {tolerance:g} of their largest magnitude, found them "
-            f"{difference:.3g} apart; the exported graph is not the trained one, and nothing was written"
+            f"{difference:.3g} apart; the exported graph is not the trained one, and nothing was written (or {PROBE} beside the "
+            "head is damaged: delete it and run train again, which writes it)"
         )
     return difference
 

@@ -1,7 +1,7 @@
 """Responses on disk: one JSON line per answered prompt, continued after an interruption, complete when marked so.
 
 A folder holds ``meta.json`` (identity: what made the answers), ``responses.jsonl`` (rank 0; further ranks write
-``responses-<rank>.jsonl``) and, once all is done, ``finished.json`` with the count.
+``responses-<rank>.jsonl``) and, once all is done, ``finished.json`` with the count and the files' sha256.
 """
 
 from __future__ import annotations
@@ -15,10 +15,20 @@ from typing import Any, Self
 
 from mtp_train import runtime
 from mtp_train.records import Response
+from mtp_train.typed import fit
 
 META = "meta.json"
 FINISHED = "finished.json"
 FORMAT_VERSION = 1
+_LINE: dict[str, Any] = {
+    "prompt_id": str,
+    "token_ids": tuple[int, ...],
+    "loss_mask": tuple[int, ...],
+    "messages": tuple[dict, ...],
+    "finish_reason": str,
+    "category": str,
+    "source": str,
+}
 
 
 class ResponseWriter:
@@ -35,7 +45,8 @@ class ResponseWriter:
         self.directory = directory
         _claim(directory, identity)
         self._path = directory / (f"responses-{rank}.jsonl" if rank else "responses.jsonl")
-        _cut_torn_line(self._path)
+        if not self.finished:  # a finished file has no line that was being written: one that seems so is damaged, and stays to be told
+            _cut_torn_line(self._path)
         self.done_ids: set[str] = {response.prompt_id for response in _read_all(directory)}
         self._stream = open(self._path, "ab")  # noqa: SIM115 - lives as long as the writer, closed by close()
 
@@ -57,7 +68,7 @@ class ResponseWriter:
         """Mark the folder complete and return the number of responses. Called by one process, when all have closed theirs."""
         self.close()
         count = len(_read_all(self.directory))
-        runtime.atomic_write_json(self.directory / FINISHED, {"num_responses": count})
+        runtime.atomic_write_json(self.directory / FINISHED, {"num_responses": count, "sha256": _hashes(self.directory)})
         return count
 
     def close(self) -> None:
@@ -77,7 +88,8 @@ class ResponseWriter:
 def read_responses(directory: Path, *, allow_unfinished: bool = False) -> list[Response]:
     """All responses of a folder by ascending prompt id, so that an interrupted run reads as one that was not.
 
-    ValueError where the folder isn't complete (unless allowed), a line is broken, or the count is not the marked one.
+    ValueError where the folder isn't complete (unless allowed), a line is broken, the count is not the marked one, or a
+    file is not the one that was there when it was finished.
     """
     read_meta(directory)
     finished = directory / FINISHED
@@ -86,9 +98,23 @@ def read_responses(directory: Path, *, allow_unfinished: bool = False) -> list[R
             f"{directory}: expected finished responses, found {FINISHED} missing; run regenerate again, it continues where it stopped"
         )
     responses = _read_all(directory)
-    if finished.exists() and (marked := runtime.read_json(finished)["num_responses"]) != len(responses):
-        raise ValueError(f"{directory}: expected {marked} responses ({FINISHED}), found {len(responses)}; run regenerate again")
+    if finished.exists():
+        remedy = f"delete {FINISHED} and run regenerate again"
+        marked = runtime.read_object(finished, {"num_responses": int, "sha256": dict[str, str]}, remedy=remedy)
+        found = _hashes(directory)
+        if odd := sorted(name for name in marked["sha256"].keys() | found.keys() if marked["sha256"].get(name) != found.get(name)):
+            raise ValueError(
+                f"{directory / odd[0]}: expected the file of sha256 {marked['sha256'].get(odd[0])} ({FINISHED}), found "
+                f"{found.get(odd[0], 'none')}: it was changed or damaged; restore it, or delete it and {FINISHED} and run regenerate again"
+            )
+        if marked["num_responses"] != len(responses):
+            raise ValueError(f"{directory}: expected {marked['num_responses']} responses ({FINISHED}), found {len(responses)}; {remedy}")
     return sorted(responses, key=lambda response: response.prompt_id)
+
+
+def _hashes(directory: Path) -> dict[str, str]:
+    """sha256 of each file that holds answers: a process that had none to give leaves an empty one."""
+    return {path.name: runtime.sha256_file(path) for path in sorted(directory.glob("responses*.jsonl")) if path.stat().st_size}
 
 
 def read_meta(directory: Path) -> dict[str, Any]:
@@ -97,7 +123,8 @@ def read_meta(directory: Path) -> dict[str, Any]:
         raise ValueError(
             f"{directory}: expected responses ({META} and responses.jsonl), found none; run regenerate first, with the same run="
         )
-    meta = runtime.read_json(directory / META)
+    kinds = {"format_version": int, "identity": dict}
+    meta = runtime.read_object(directory / META, kinds, remedy="it is damaged: restore it, or delete the folder and regenerate")
     if meta["format_version"] != FORMAT_VERSION:
         raise ValueError(
             f"{directory / META}: expected format_version {FORMAT_VERSION}, found {meta['format_version']}; regenerate the responses"
@@ -175,17 +202,11 @@ def _to_line(response: Response) -> bytes:
 
 def _from_line(raw: bytes, where: str) -> Response:
     try:
-        record = json.loads(raw)
-        return Response(
-            prompt_id=record["prompt_id"],
-            token_ids=tuple(record["token_ids"]),
-            loss_mask=tuple(bool(flag) for flag in record["loss_mask"]),
-            messages=tuple(record["messages"]),
-            finish_reason=record["finish_reason"],
-            category=record["category"],
-            source=record["source"],
-        )
-    except (ValueError, KeyError, TypeError) as error:
+        found = json.loads(raw)
+        record = {key: fit(kind, found[key], key) for key, kind in _LINE.items()}
+        return Response(**{**record, "loss_mask": tuple(bool(flag) for flag in record["loss_mask"])})
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
-            f"{where}: expected one response as JSON, found {type(error).__name__}: {error}; restore it or regenerate"
+            f"{where}: expected one response as JSON, found {type(error).__name__}: {error}; "
+            f"restore the file, or delete it and {FINISHED} and run regenerate again"
         ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mtp_train.lock import alone
 from mtp_train.runtime import atomic_write_json, fsync_directory, log, read_json, sha256_file
 
 _DONE = "converted.json"
@@ -67,8 +67,7 @@ def _only_one(folder: Path) -> Iterator[Path]:
     """A scratch folder beside ``folder`` for the one process that holds the lock; the system frees it if we are killed."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = folder.with_name(f".{folder.name}.making")
-    with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with alone(folder.with_name(f".{folder.name}.lock"), writes=folder, wait=True):
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
         try:

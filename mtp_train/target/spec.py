@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mtp_train.runtime import atomic_write_json, log, read_json
+from mtp_train.runtime import atomic_write_json, log, read_object
 from mtp_train.target.files import read_model_config, tensor_files
 from mtp_train.target.weights import EMBEDDING, FINAL_NORM
+from mtp_train.typed import fit
 
 _FINGERPRINT_CACHE = ".mtp_train_fingerprint.json"
 _LARGE_BYTES = 2 * 1024**3  # hashing takes long enough from here on to say so
@@ -22,16 +23,16 @@ _OTHER_ARITHMETIC = {
     "qwen3_next": "multiplies its norms by 1 + weight",
     "qwen3_5": "multiplies its norms by 1 + weight",
 }
-_NEEDED_KEYS = (
-    "model_type",
-    "hidden_size",
-    "num_hidden_layers",
-    "vocab_size",
-    "num_attention_heads",
-    "intermediate_size",
-    "max_position_embeddings",
-    "rms_norm_eps",
-)
+_NEEDED: dict[str, Any] = {
+    "model_type": str,
+    "hidden_size": int,
+    "num_hidden_layers": int,
+    "vocab_size": int,
+    "num_attention_heads": int,
+    "intermediate_size": int,
+    "max_position_embeddings": int,
+    "rms_norm_eps": float,
+}
 _SCALED_BY = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "scale_emb": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None}
 
 
@@ -110,6 +111,8 @@ def read_spec(path: Path, *, name: str) -> TargetSpec:
             f"{path}: expected a Llama-shaped decoder (heads share its embedding, final RMSNorm and lm_head as stored), "
             f"found model_type {config.get('model_type')!r}, which {reason}; choose another target"
         )
+    for key, kind in _NEEDED.items():
+        fit(kind, config[key], f"{path / 'config.json'}: {key}")
     heads = int(config["num_attention_heads"])
     return TargetSpec(
         name=name,
@@ -138,7 +141,7 @@ def _unlike_llama(config: dict[str, Any], tensors: set[str]) -> str | None:
     for refused in ("model.norm.bias", "lm_head.bias"):
         if refused in tensors:
             return f"has a tensor {refused}"
-    missing = [key for key in _NEEDED_KEYS if config.get(key) is None]
+    missing = [key for key in _NEEDED if config.get(key) is None]
     if missing:
         return f"has no {', '.join(missing)} in its config.json"
     for family, why in _OTHER_ARITHMETIC.items():
@@ -161,7 +164,7 @@ def fingerprint(path: Path) -> str:
     state = [[file.name, size, file.stat().st_mtime_ns] for file, size in zip(files, sizes, strict=True)]
     remembered = path / _FINGERPRINT_CACHE
     if remembered.is_file():
-        known = read_json(remembered)
+        known = _remembered(remembered)
         if known.get("files") == state:
             return str(known["sha256"])
     if (total := sum(sizes)) > _LARGE_BYTES:
@@ -175,6 +178,15 @@ def fingerprint(path: Path) -> str:
     except OSError:
         return digest.hexdigest()
     return digest.hexdigest()
+
+
+def _remembered(path: Path) -> dict[str, Any]:
+    """The hashes remembered from an earlier run; none where the file is damaged: the weights are hashed again."""
+    try:
+        return read_object(path, {"files": list, "sha256": str}, remedy="the weights are hashed again")
+    except ValueError as fault:
+        log(str(fault))
+        return {}
 
 
 def quantization_of(path: Path) -> str | None:

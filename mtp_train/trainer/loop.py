@@ -16,7 +16,7 @@ import torch
 from mtp_train.batch.loader import StepBatches, StepLoader
 from mtp_train.batch.noise import add_uniform_noise
 from mtp_train.batch.plan import DataPlan
-from mtp_train.checkpoint import CONFIG, read_head_tensors, save_head
+from mtp_train.checkpoint import is_whole, read_head_tensors, save_head
 from mtp_train.head.base import Head
 from mtp_train.records import Batch
 from mtp_train.runtime import log, progress
@@ -118,7 +118,7 @@ class Trainer:
         first = 0 if state is None else state.step
         if state is not None:
             self._restore_counters(state.counters)
-        if first >= self._settings.num_steps and (self._out / CONFIG).is_file():
+        if first >= self._settings.num_steps and is_whole(self._out):
             log(f"nothing left to do, all {first} steps are done in {self._out}")
             return False
         metrics = Metrics(out=self._out, wandb=self._wandb, settings=self._identity, resumed_step=first)

@@ -28,7 +28,7 @@ class DecodeSettings:
     max_new_tokens: int
     num_speculative_tokens: int
     overrides: tuple[str, ...]
-    devices: str | None
+    devices: str | int | None
     timeout_s: float
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class MeasuredAcceptance:
         out, words = folder / "report", self.command(folder)
         environment = environment_apart()
         if self._settings.devices is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = self._settings.devices
+            environment["CUDA_VISIBLE_DEVICES"] = str(self._settings.devices)
         with open(folder / "log.txt", "wb") as stream:
             done = subprocess.run(
                 words,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mtp_train.runtime import atomic_write_text, is_main
+from mtp_train.runtime import atomic_write_text, is_main, read_json_lines
 
 METRICS = "metrics.jsonl"
 WANDB_ID = "wandb_run_id"
@@ -71,8 +71,7 @@ class Metrics:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl; a last line that a killed run left half written is dropped."""
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    return read_json_lines(path)
 
 
 def _open_wandb(out: Path, settings: WandbSettings, config: Mapping[str, Any]) -> Any:

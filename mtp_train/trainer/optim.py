@@ -35,6 +35,8 @@ class OptimizerSettings:
             raise ValueError(f"optimizer.lr: expected above 0, found {self.lr}")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise ValueError(f"optimizer.beta1 and beta2: expected from 0 to below 1, found {self.beta1} and {self.beta2}")
+        if self.eps < 0 or self.weight_decay < 0:
+            raise ValueError(f"optimizer.eps and weight_decay: expected 0 or more, found {self.eps} and {self.weight_decay}")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"optimizer.clip_norm: expected above 0 or null, found {self.clip_norm}")
 

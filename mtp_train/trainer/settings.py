@@ -31,8 +31,10 @@ class LoopSettings:
     max_prefetch: int
 
     def __post_init__(self) -> None:
-        if self.num_steps < 1 or self.log_every < 1:
-            raise ValueError(f"num_steps and log_every: expected at least 1, found {self.num_steps} and {self.log_every}")
+        counts = {"num_steps": self.num_steps, "log_every": self.log_every, "max_prefetch": self.max_prefetch}
+        for name, count in {**counts, "checkpoint.keep_last": self.keep_last}.items():
+            if count < 1:
+                raise ValueError(f"{name}: expected at least 1, found {count}")
         for name, every in (
             ("validation.every", self.validate_every),
             ("validation.decode.every", self.measure_every),
@@ -40,6 +42,8 @@ class LoopSettings:
         ):
             if every is not None and every < 1:
                 raise ValueError(f"{name}: expected at least 1 step or null, found {every}")
+        if self.noise_scale < 0:
+            raise ValueError(f"noise_scale: expected 0 (none) or more, found {self.noise_scale}")
         if self.best_by not in get_args(BestBy):
             raise ValueError(f"checkpoint.best_by: expected one of {get_args(BestBy)}, found {self.best_by!r}")
         if self.final not in ("last", "best"):

@@ -12,7 +12,7 @@ import pytest
 
 from mtp_train.acceptance.certificate import Certificate, GreedyCase, SampledCase, distances
 from mtp_train.acceptance.identity import Difference, Identity
-from mtp_train.acceptance.report import print_summary, read_report, write_report
+from mtp_train.acceptance.report import print_summary, read_report, stands, write_report
 from mtp_train.acceptance.report_data import MarkedAnswer, Measurement, ReportData, from_json, to_json
 from mtp_train.acceptance.report_summary import by_category, by_context, summarise
 from mtp_train.acceptance.report_table import section_table
@@ -154,6 +154,19 @@ def test_broken_json_is_refused(report_data: ReportData, change: dict[str, objec
     document = json.loads(json.dumps(to_json(report_data)))
     with pytest.raises(ValueError, match=message):
         from_json({**document, **change})
+
+
+def test_a_changed_report_is_refused_and_a_whole_one_stands(report_data: ReportData, tmp_path: Path) -> None:
+    write_report(report_data, tmp_path)
+    assert stands(report_data, tmp_path) and read_report(tmp_path) == report_data
+    assert not stands(dataclasses.replace(report_data, title="another"), tmp_path)
+    path = tmp_path / "report.json"
+    whole = path.read_text(encoding="utf-8")
+    for damaged in (whole.replace('"num_drafts": ', '"num_drafts": 1', 1), whole[:-9], "[]", '{"data": {}}'):
+        path.write_text(damaged, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"report\.json: .*run evaluate again"):
+            read_report(tmp_path)
+        assert not stands(report_data, tmp_path)
 
 
 def test_aims_are_judged_by_what_was_measured(report_data: ReportData) -> None:

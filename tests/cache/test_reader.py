@@ -10,6 +10,7 @@ import torch
 
 from mtp_train.cache.format import Manifest
 from mtp_train.cache.reader import CacheReader
+from mtp_train.runtime import seal
 
 
 @pytest.mark.parametrize("codec", ["float32", "bf16"])
@@ -114,10 +115,30 @@ def test_unverified_reading_still_refuses_what_cannot_be_right(tmp_path, source)
         CacheReader(tmp_path, verify="none")[0]
 
 
-def _edit(path, change):
+def _edit(path, change, *, reseal=True):
     manifest = json.loads((path / "manifest.json").read_text())
     change(manifest)
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "manifest.json").write_text(json.dumps({**manifest, "seal": seal(manifest)} if reseal else manifest))
+
+
+def test_a_changed_manifest_is_refused_and_written_again(tmp_path, source):
+    """A sample's id decides on which side of the held-out split it falls: a byte changed in one must not pass."""
+    source.write(tmp_path)
+    whole = (tmp_path / "manifest.json").read_bytes()
+    _edit(tmp_path, lambda manifest: manifest["shards"][0]["sample_ids"].__setitem__(0, "another"), reseal=False)
+    with pytest.raises(ValueError, match="it was changed or damaged; run precompute again"):
+        CacheReader(tmp_path, verify="first_read")
+    source.write(tmp_path)
+    assert (tmp_path / "manifest.json").read_bytes() == whole
+
+
+def test_a_changed_sidecar_is_not_believed(tmp_path, source):
+    source.write(tmp_path)
+    whole = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    sidecar = tmp_path / "shard-00000.json"
+    sidecar.write_text(sidecar.read_text().replace(source.samples[0].sample_id, "another", 1))
+    source.write(tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == whole
 
 
 @pytest.mark.parametrize("name", ["../shard-00000.safetensors", "/etc/passwd", "shard-00000.safetensors/../../x", "shard-0.pt", ""])

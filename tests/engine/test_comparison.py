@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -123,17 +122,29 @@ def test_heads_that_were_not_measured_alike_are_named(tmp_path: Path, changes: d
 
 def test_another_target_s_heads_are_refused_with_both_values(tmp_path: Path) -> None:
     out = tmp_path / "report"
-    check_target(out, TARGET)
+    check_target(out, TARGET, name="two")
     keep(out, "one", measurement("one"))
-    check_target(out, TARGET | {"target_name": "renamed"})
+    check_target(out, TARGET | {"target_name": "renamed"}, name="two")
     for key in ("target_fingerprint", "tokenizer_hash", "template_hash"):
         with pytest.raises(ValueError, match=rf"expected measurements on other \({key} 0{{16}}\), found head one measured on tiny .*out="):
-            check_target(out, TARGET | {"target_name": "other", key: "0" * 64})
+            check_target(out, TARGET | {"target_name": "other", key: "0" * 64}, name="one")
+
+
+def test_a_changed_figure_of_another_head_is_told_and_one_s_own_is_written_again(tmp_path: Path) -> None:
+    out = tmp_path / "report"
+    keep(out, "one", measurement("one"))
+    keep(out, "two", measurement("two"))
     path = out / "pieces" / "one" / "head.json"
-    document = json.loads(path.read_text())
-    del document["target"]
-    path.write_text(json.dumps(document))
-    check_target(out, TARGET | {"target_fingerprint": "0" * 64})
+    whole = path.read_bytes()
+    for damaged in (whole.replace(b'"temperature": 0.0', b'"temperature": 1.0'), whole[: len(whole) // 2], b"[1]"):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"head\.json: .*; delete it, and evaluate name=one again: what was measured is kept"):
+            check_target(out, TARGET, name="two")
+        with pytest.raises(ValueError, match="delete it, and evaluate name=one again"):
+            notes_of(out)
+        check_target(out, TARGET, name="one")
+        keep(out, "one", measurement("one"))
+        assert path.read_bytes() == whole
 
 
 class Letters:

@@ -97,6 +97,30 @@ def test_a_piece_is_measured_again_when_anything_changed(
     assert changed.get("another key", settings, Counting(measurement)) == measurement
 
 
+@pytest.mark.parametrize("damage", ["digit", "half", "empty", "list", "type"])
+def test_a_damaged_piece_is_measured_again(
+    tmp_path: Path, measurement: Measurement, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    """A digit that changed in a count leaves JSON that reads as before: the seal tells."""
+    pieces, measure = Pieces(folder=tmp_path, identity={}), Counting(measurement)
+    pieces.get("k", [], measure)
+    path = tmp_path / "k.json"
+    whole = path.read_text(encoding="utf-8")
+    document = json.loads(whole)
+    document["measurement"]["head"] = 3
+    changed = {
+        "digit": whole.replace('"num_drafts": ', '"num_drafts": 1', 1),
+        "half": whole[: len(whole) // 2],
+        "empty": "",
+        "list": "[1]",
+        "type": json.dumps(document),
+    }
+    path.write_text(changed[damage], encoding="utf-8")
+    assert pieces.get("k", [], measure) == measurement and measure.times == 2
+    assert "it is measured again" in capsys.readouterr().err
+    assert path.read_text(encoding="utf-8") == whole
+
+
 def test_a_piece_that_was_interrupted_is_not_there(tmp_path: Path, measurement: Measurement) -> None:
     pieces = Pieces(folder=tmp_path, identity={})
 
@@ -224,4 +248,4 @@ def test_drafts_that_are_not_drawn_are_not_asked_to_be(capsys: pytest.CaptureFix
 def test_pieces_are_plain_json(tmp_path: Path, measurement: Measurement) -> None:
     Pieces(folder=tmp_path, identity={"path": Path("x")}).get("k", [], lambda: measurement)
     document = json.loads((tmp_path / "k.json").read_text(encoding="utf-8"))
-    assert set(document) == {"depends_on", "measurement"} and len(document["depends_on"]) == 64
+    assert set(document) == {"depends_on", "measurement", "seal"} and len(document["depends_on"]) == 64

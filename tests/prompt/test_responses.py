@@ -95,7 +95,36 @@ def test_the_finished_mark_goes_when_more_comes(tmp_path):
     assert write(tmp_path, "ab") == 2
     with (tmp_path / "responses.jsonl").open("r+b") as stream:
         stream.truncate(10)
-    with pytest.raises(ValueError, match="expected 2 responses"):
+    with pytest.raises(
+        ValueError, match=r"responses\.jsonl: expected the file of sha256 .*delete it and finished\.json and run regenerate"
+    ):
+        read_responses(tmp_path)
+
+
+def test_a_changed_token_is_told_once_the_folder_is_finished(tmp_path):
+    """A digit changed in a line is JSON as before: only the hash that the finished folder states can tell."""
+    write(tmp_path, "ab")
+    path = tmp_path / "responses.jsonl"
+    text = path.read_text()
+    token = str(response("a").token_ids[0])
+    path.write_text(text.replace(f'"token_ids":[{token}', f'"token_ids":[{int(token) + 1}', 1))
+    assert path.read_text() != text
+    for allow_unfinished in (False, True):
+        with pytest.raises(ValueError, match="it was changed or damaged; restore it"):
+            read_responses(tmp_path, allow_unfinished=allow_unfinished)
+    path.write_text(text)
+    (tmp_path / "responses-1.jsonl").touch()  # a process that had nothing to answer leaves an empty file
+    assert len(read_responses(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("meta.json", "[1]"), ("meta.json", '{"format_version": 1}'), ("finished.json", "null"), ("finished.json", '{"num_responses": "2"}')],
+)
+def test_a_damaged_mark_is_refused_with_the_remedy(tmp_path, name, text):
+    write(tmp_path, "ab")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=rf"{name}: expected .*regenerate"):
         read_responses(tmp_path)
 
 

@@ -1,0 +1,83 @@
+"""What stands behind ``python -m mtp_train.<stage>``: the help, an experiment's settings put among those typed, text as typed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+_HELP = """{purpose}
+
+usage:
+  python -m mtp_train.{name} [group=choice ...] [key=value ...]
+  torchrun --nproc-per-node N -m mtp_train.{name} ...      the same on N processes
+
+groups (choose with group=choice; `--help group=choice` shows its settings; change them with group.key=value):
+{groups}
+
+settings ({primary}):
+
+{settings}
+also: --cfg job prints all settings as they would be used and runs nothing; --info config says where each comes from;
+--multirun sweeps. MTP_TRAIN_TRACEBACK=1 shows where an error was found."""
+
+
+def conf_dir() -> Path:
+    """The folder of yaml files: inside the installed package, or beside it in a checkout.
+
+    Errors: ValueError where neither is there (a broken installation).
+    """
+    package = Path(__file__).resolve().parent
+    for candidate in (package / "conf", package.parent / "conf"):
+        if (candidate / "head").is_dir():
+            return candidate
+    raise ValueError(f"settings: expected the folder conf in {package} or beside it, found none; reinstall mtp-train")
+
+
+def help_text(name: str, *, purpose: str, words: Sequence[str]) -> str:
+    """The stage's help: its purpose, its groups, and its yaml as it stands, since the comments there explain each key."""
+    conf = conf_dir()
+    text = (conf / f"{name}.yaml").read_text(encoding="utf-8")
+    groups = [
+        group
+        for group in sorted(p.name for p in conf.iterdir() if p.is_dir())
+        if re.search(rf"^ *- (override )?/?{group}(@[\w.]+)?: ", text, re.M)
+    ]
+    groups.append("experiment")
+    choices = {group: sorted(p.stem for p in (conf / group).glob("*.yaml")) for group in groups}
+    shown = [(f"{name}.yaml", text)]
+    for word in words:
+        group, _, choice = word.partition("=")
+        group = group.partition("@")[0]
+        if choice in choices.get(group, ()):
+            shown.append((f"{group}/{choice}.yaml", (conf / group / f"{choice}.yaml").read_text(encoding="utf-8")))
+    body = "\n".join(f"# --- {title}\n{content}" for title, content in shown)
+    listed = "\n".join(f"  {group}: {', '.join(found)}" for group, found in choices.items()) or "  none"
+    return _HELP.format(purpose=purpose, name=name, groups=listed, primary=f"{name}.yaml", settings=body)
+
+
+def with_settings(words: Sequence[str], settings: Sequence[str]) -> list[str]:
+    """An experiment's settings in front of those typed, which win; options stay where they are."""
+    typed = {word.partition("=")[0].lstrip("+~") for word in words}
+    kept = [setting for setting in settings if setting.partition("=")[0].lstrip("+~") not in typed]
+    first = next(index for index, word in enumerate(words) if word.startswith("~") or ("=" in word and not word.startswith("-")))
+    return [*words[:first], *kept, *(word for word in words[first:] if not word.startswith("experiment="))]
+
+
+def as_text(words: Iterable[str], *, readable: Callable[[str], bool]) -> list[str]:
+    """The words with each value that Hydra's grammar cannot read in quotes, which take it as the text that it is.
+
+    So a path may hold brackets, an ``=`` or letters of any language; one that begins with ``~/`` is in the home folder.
+    ``readable`` says whether the grammar takes a word. Lists, mappings and values quoted already are left as they are.
+    """
+    found = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if equals and not key.startswith("-"):
+            value = str(Path(value).expanduser()) if value.startswith("~/") else value
+            if not value.startswith(("'", '"', "[", "{")) and not readable(f"{key}={value}"):
+                # Hydra's quoting: backslashes count only in front of a quote, where each is doubled.
+                value = "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + (r"\'" if m[2] else ""), value) + "'"
+            word = f"{key}={value}"
+        found.append(word)
+    return found

@@ -1,0 +1,80 @@
+"""Which errors are the user's or the machine's, and how they are told: one message, nothing in it that steers a terminal."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# What to do about an error of the operating system, by its number.
+_REMEDIES = {
+    errno.ENOSPC: "make room there, then run the same command again: it continues",
+    errno.EDQUOT: "make room within your quota, then run the same command again: it continues",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f), then run the same command again: it continues",
+    errno.EACCES: "choose another folder, or have yourself be given the right",
+    errno.EPERM: "choose another folder, or have yourself be given the right",
+    errno.EROFS: "choose a folder that can be written",
+    errno.ENOENT: "nothing is there; name another path, or run the stage that makes it",
+    errno.ENOTDIR: "a part of the path is a file; choose another path",
+    errno.EISDIR: "a folder is where a file should be; choose another path",
+    errno.EEXIST: "a file is where a folder should be; choose another path",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+}
+_OS_ERROR = re.compile(r"os error (\d+)")
+_EXIT_USER, _EXIT_INTERRUPTED, _EXIT_PIPE = 2, 130, 141
+
+
+def printable(text: str) -> str:
+    """The text with control characters, escape sequences and direction marks written out, line ends and tabs kept: what
+    comes from a data set cannot move the cursor, colour the terminal or turn the line around."""
+    return "".join(character if character.isprintable() or character in "\n\t" else ascii(character)[1:-1] for character in text)
+
+
+def told(error: BaseException) -> str | None:
+    """The message for an error that is the user's or the machine's; None for one that is ours and shows its traceback."""
+    if isinstance(error, OSError):
+        return _of_system(error.errno, where=error.filename, said=error.strerror or str(error))
+    if isinstance(error, ValueError):
+        return str(error)
+    if type(error).__name__ == "SafetensorError" and (found := _OS_ERROR.search(str(error))):
+        return _of_system(int(found[1]), where=None, said=str(error))
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return (
+            f"out of memory: {str(error).splitlines()[0] if str(error) else 'the system gave no more'}; "
+            "take less at once: engine.batch_size, engine.max_prefill_tokens, engine.max_cache_tokens; in train tokens_per_pack, chunk_rows"
+        )
+    return None
+
+
+def _of_system(number: int | None, *, where: object, said: str) -> str:
+    start = f"{os.fsdecode(where)}: " if isinstance(where, (str, bytes, os.PathLike)) else ""
+    what = os.strerror(number) if number is not None else said
+    remedy = _REMEDIES.get(number) if number is not None else None
+    return f"{start}the system says: {what}" + (f"; {remedy}" if remedy else "")
+
+
+@contextmanager
+def telling(name: str) -> Iterator[None]:
+    """Run a stage's block; an error that is the user's ends the process with one message on stderr and exit status 2.
+
+    An interrupt ends it with 130, a closed pipe (``| head``) with 141, as shells have it. MTP_TRAIN_TRACEBACK=1 shows where
+    an error was found.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's own flush fails again at the end
+        sys.exit(_EXIT_PIPE)
+    except KeyboardInterrupt:
+        print(f"\nmtp-train {name}: interrupted; the same command continues", file=sys.stderr, flush=True)
+        sys.exit(_EXIT_INTERRUPTED)
+    except Exception as error:
+        message = told(error)
+        if message is None or os.environ.get("MTP_TRAIN_TRACEBACK"):
+            raise
+        print(f"\nmtp-train {name}: {printable(message)}", file=sys.stderr, flush=True)
+        sys.exit(_EXIT_USER)

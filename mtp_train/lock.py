@@ -1,0 +1,56 @@
+"""One process at a time: a lock on a file, which the system frees when its holder ends, however it ends."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mtp_train.runtime import log
+
+
+@contextmanager
+def alone(lock: Path, *, writes: Path, wait: bool) -> Iterator[None]:
+    """Hold the file ``lock`` while the block runs, so that one process at a time writes to ``writes``.
+
+    The system frees it when the process ends, however it ends. ``wait`` waits for the other process, else it is refused.
+    Errors: ValueError where another process holds it.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    while (descriptor := _lock(lock, writes=writes, wait=wait)) is None:
+        pass
+    os.truncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)  # while it is held: whoever opened it before finds another file in its place, or none
+        os.close(descriptor)
+
+
+def _lock(lock: Path, *, writes: Path, wait: bool) -> int | None:
+    """The locked file's descriptor; None where it was taken away between opening and locking."""
+    import fcntl
+
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        holder = os.read(descriptor, 100).decode("utf-8", "replace").strip() or "unknown"
+        os.close(descriptor)
+        raise ValueError(
+            f"{writes}: expected to be the only one who writes there, found another process at it ({holder}); "
+            "wait until it is done, or choose another run="
+        ) from None
+    except OSError as error:  # some network file systems have no locks
+        log(f"{lock} cannot be locked ({error.strerror}): nothing keeps a second process from writing to {writes}")
+        return descriptor
+    try:
+        if os.path.samestat(os.stat(lock), os.fstat(descriptor)):
+            return descriptor
+    except FileNotFoundError:
+        pass
+    os.close(descriptor)
+    return None
