@@ -107,7 +107,7 @@ def _prompt_sets(cfg: DictConfig, target: OpenTarget) -> dict[str, list[Speculat
         used.add(cfg.identity.prompt_set)
     if not used:
         raise ValueError("ways: expected at least one way that names a prompt set, or an identity, found nothing to measure")
-    known = plain(cfg.prompt_sets)
+    known, limit = plain(cfg.prompt_sets), target.length_limit(cfg.max_length_tokens)
     if missing := sorted(used - known.keys()):
         raise ValueError(f"ways: expected prompt sets among {sorted(known)} (prompt_sets), found {missing}")
     found = {}
@@ -116,7 +116,7 @@ def _prompt_sets(cfg: DictConfig, target: OpenTarget) -> dict[str, list[Speculat
             continue
         prompts, counts = call(load_prompts, node, where=f"prompt_sets.{name}")
         log(f"{name}: {counts.summary()}")
-        found[name], skipped = requests_of(prompts, target.template, max_length_tokens=cfg.max_length_tokens)
+        found[name], skipped = requests_of(prompts, target.template, max_length_tokens=limit)
         if skipped.num_skipped:
             log(f"{name}: {skipped.summary()}")
     return found

@@ -31,7 +31,8 @@ def _responses(cfg: DictConfig, target: OpenTarget) -> tuple[list[Response], Ski
     if cfg.answers != "given":
         raise ValueError(f"answers: expected own (the target's, from responses/) or given (the data set's), found {cfg.answers!r}")
     prompts, counts = call(load_prompts, cfg.prompt, where="prompt")
-    return build_responses(prompts, target.template, max_length=cfg.max_length_tokens, policy=cfg.too_long, counts=counts)
+    limit = target.length_limit(cfg.max_length_tokens)
+    return build_responses(prompts, target.template, max_length=limit, policy=cfg.too_long, counts=counts)
 
 
 def _own_answers(cfg: DictConfig, target: OpenTarget) -> tuple[list[Response], SkipCounts]:

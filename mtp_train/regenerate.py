@@ -58,7 +58,7 @@ def main(cfg: DictConfig) -> None:
                 mine,
                 sampling=sampling,
                 num_answers=cfg.num_answers,
-                max_length_tokens=cfg.max_length_tokens,
+                max_length_tokens=target.length_limit(cfg.max_length_tokens),
                 done=done,
                 counts=counts,
             ):

@@ -216,6 +216,12 @@ class OpenTarget:
     template: ChatTemplate
     trust_remote_code: bool
 
+    def length_limit(self, asked: int) -> int:
+        """The longest sequence in tokens: what is asked for, or what the target has positions for, which is said."""
+        if asked > self.spec.max_positions:
+            log(f"max_length_tokens: {asked} asked for, {self.spec.max_positions} taken: {self.spec.name} has positions for no more")
+        return min(asked, self.spec.max_positions)
+
     def identity(self) -> dict[str, str]:
         """What an artefact made from this target states, and a consumer compares."""
         return {
@@ -251,6 +257,11 @@ def build_head(word: str, settings: dict[str, Any], *, target: OpenTarget, share
 
 def check_head(config: Mapping[str, Any], target: OpenTarget, *, where: Path) -> None:
     """ValueError where a head (its ``head.json``) was trained on another target, tokenizer or chat template than this one."""
+    if config["hidden_state"] != "post_norm":
+        raise ValueError(
+            f"{where}: expected a head that reads post_norm hidden states (what the lm_head reads), found {config['hidden_state']!r}; "
+            "train one here: another state is not handed out"
+        )
     stated = config["target"]
     for key, expected in target.identity().items():
         found = str(stated.get(key, "not stated"))

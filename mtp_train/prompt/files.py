@@ -13,6 +13,8 @@ from mtp_train.prompt.skips import Skip
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".md")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _WHITESPACE = " \t\n\r"
+# What the decoder raises: also for a number of thousands of digits, and for brackets nested a thousand deep.
+_NOT_JSON = (ValueError, RecursionError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +54,10 @@ def _decode(raw: bytes, *, path: Path, offset: int) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
+        encoding = "UTF-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
         raise ValueError(
             f"{path}: expected UTF-8, found byte 0x{raw[error.start]:02x} at byte position {offset + error.start} ({error.reason}); "
-            f"convert the file, for example: iconv -f LATIN1 -t UTF-8 {path.name}"
+            f"convert the file, for example: iconv -f {encoding} -t UTF-8 {path.name}"
         ) from None
 
 
@@ -82,15 +85,14 @@ def _read_lines(path: Path) -> Iterator[Row]:
                 continue
             try:
                 yield Row(number=number, value=json.loads(text))
-            except json.JSONDecodeError as error:
+            except _NOT_JSON as error:
                 if number == 1 and (whole := _whole_object(path)) is not None:
                     yield Row(number=1, value=whole)
                     return
                 reason = "truncated_line" if unended else "broken_json"
                 last = " (the last, which has no line end: cut off while it was written?)" if unended else ""
-                yield Row(
-                    number=number, fault=Skip(reason=reason, why=f"line {number}{last} is not JSON: {error.msg} at column {error.colno}")
-                )
+                where = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+                yield Row(number=number, fault=Skip(reason=reason, why=f"line {number}{last} is not JSON: {where}"))
 
 
 def _cut_inside_character(raw: bytes) -> bool:
@@ -105,7 +107,7 @@ def _whole_object(path: Path) -> Any | None:
     """The file as one indented JSON object, or None where it isn't one."""
     try:
         return json.loads(path.read_bytes().removeprefix(_BYTE_ORDER_MARK))
-    except ValueError:
+    except _NOT_JSON:
         return None
 
 
@@ -124,8 +126,9 @@ def _read_array(path: Path) -> Iterator[Row]:
         number += 1
         try:
             value, position = decoder.raw_decode(text, position)
-        except json.JSONDecodeError as error:
-            why = f"element {number} is not JSON: {error.msg} at line {error.lineno}; nothing after it can be read"
+        except _NOT_JSON as error:
+            where = f"{error.msg} at line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(error)
+            why = f"element {number} is not JSON: {where}; nothing after it can be read"
             yield Row(number=number, fault=Skip(reason="broken_json", why=why))
             return
         yield Row(number=number, value=value)
@@ -156,5 +159,5 @@ def _read_parquet(path: Path) -> Iterator[Row]:
                 for value in batch.to_pylist():
                     number += 1
                     yield Row(number=number, value=value)
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: expected a Parquet file, found: {error} (after row {number})") from error

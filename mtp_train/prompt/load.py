@@ -105,7 +105,8 @@ def _resolve(source: str, overrides: dict[str, Any]) -> _Source:
     check_field_map(manifest.field_map)
     looks_local = manifest.source.startswith((".", "/", "~")) or Path(manifest.source).suffix.lower() in (*SUFFIXES, ".yaml", ".yml")
     if where is None and (looks_local or manifest.source.count("/") != 1):
-        raise ValueError(f"{source}: expected a file, a folder or a hub id (owner/name), found nothing at {path.parent / manifest.source}")
+        there = path.parent / manifest.source if path.suffix in (".yaml", ".yml") else path
+        raise ValueError(f"{source}: expected a file, a folder or a hub id (owner/name), found nothing at {there}")
     return _Source(manifest=manifest, path=where)
 
 
@@ -204,7 +205,7 @@ def _rows(source: _Source) -> Iterator[Row]:
             split=manifest.split or "train",
             data_files=manifest.data_files,
         )
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, IndexError, datasets.exceptions.DatasetsError) as error:  # IndexError: for the folder /
         where = source.path or f"{manifest.source} at {manifest.revision}"
         raise ValueError(f"{where}: datasets cannot load it (split {manifest.split or 'train'}): {error}") from error
     for number, value in enumerate(rows, start=1):

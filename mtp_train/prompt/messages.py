@@ -88,6 +88,8 @@ def _normalise_message(message: Any, index: int) -> dict[str, Any]:
     if tool_calls:
         if role != "assistant":
             raise RowFault("tool_calls_role", f"{where}: tool_calls on a {role} turn; only the assistant calls tools")
+        if not isinstance(tool_calls, list | tuple):
+            raise RowFault("tool_call_type", f"{where}: expected tool_calls as a list, found {_describe(tool_calls)}")
         normalised["tool_calls"] = [_normalise_tool_call(call, where) for call in tool_calls]
     for key in _KEPT_KEYS:
         if message.get(key) is not None:

@@ -128,7 +128,10 @@ def _read_alpaca(row: dict[str, Any]) -> tuple[tuple[dict[str, Any], ...], list[
     if extra and extra.strip() and isinstance(instruction, str):
         instruction = f"{instruction}\n\n{extra}" if instruction.strip() else extra
     messages: list[dict[str, Any]] = []
-    for turn in row.get("history") or []:
+    history = row.get("history") or []
+    if not isinstance(history, list | tuple):
+        raise RowFault("messages_type", f"history: expected a list of pairs of question and answer, found {type(history).__name__}")
+    for turn in history:
         if not isinstance(turn, list | tuple) or len(turn) != 2:
             raise RowFault("messages_type", "history: expected pairs of question and answer")
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]

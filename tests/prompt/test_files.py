@@ -86,6 +86,18 @@ def test_a_broken_line_in_the_middle(tmp_path):
     assert [(number, reason) for number, reason, _ in faults(path)] == [(4, "broken_json")]
 
 
+@pytest.mark.parametrize(
+    "odd", ["[" * 100_000, '{"text": ' * 100_000, '{"text": ' + "9" * 5000 + "}"], ids=["brackets", "braces", "digits"]
+)
+def test_what_the_decoder_gives_up_on_is_a_broken_row(tmp_path, odd):
+    """Nested too deep, or a number too long: neither is JSONDecodeError, and neither ends the run."""
+    path = write(tmp_path, "x.jsonl", lines() + odd.encode() + b"\n" + lines())
+    assert [row.value for row in read_file(path) if row.fault is None] == ROWS * 2
+    assert [(number, reason) for number, reason, _ in faults(path)] == [(4, "broken_json")]
+    array = write(tmp_path, "x.json", b"[1, " + odd.encode() + b"]")
+    assert [(number, reason) for number, reason, _ in faults(array)] == [(2, "broken_json")]
+
+
 @pytest.mark.parametrize("cut", [1, 3, 8])
 def test_an_array_cut_short_gives_what_stands_before(tmp_path, cut):
     path = write(tmp_path, "x.json", json.dumps(ROWS).encode()[:-cut])
@@ -105,7 +117,8 @@ def test_an_array_cut_short_gives_what_stands_before(tmp_path, cut):
     ],
 )
 def test_other_encodings_are_refused_at_their_byte(tmp_path, name, raw, position):
-    with pytest.raises(ValueError, match=f"expected UTF-8, found byte 0x.. at byte position {position} "):
+    encoding = "UTF-16" if name.startswith("utf16") else "LATIN1"
+    with pytest.raises(ValueError, match=f"expected UTF-8, found byte 0x.. at byte position {position} .*iconv -f {encoding} "):
         list(read_file(write(tmp_path, name, raw)))
 
 

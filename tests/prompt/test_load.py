@@ -104,6 +104,14 @@ FAULTS = {
     "row_type": ["q"],
     "unknown_columns": {"foo": 1},
 }
+# More of a kind: each value of another type than its key should have.
+FAULTS |= {
+    "tool_call_type ": {"messages": [TALK[0], {"role": "assistant", "content": None, "tool_calls": 3}]},
+    "messages_type ": {"instruction": "q", "history": 3},
+    "messages_type  ": {"instruction": "q", "history": {"a": "b"}},
+    "content_type ": {"prompt": 42},
+    "content_type  ": {"instruction": "q", "output": 42},
+}
 SAYS = {
     "role_unknown": "critic",
     "content_type": "int 42",
@@ -117,6 +125,7 @@ SAYS = {
 @pytest.mark.parametrize("reason", FAULTS)
 def test_faults_are_counted_with_their_row_and_stop_the_run_where_asked(tmp_path, reason):
     path = write(tmp_path, [{"messages": TALK}, FAULTS[reason], {"messages": TALK}])
+    reason = reason.strip()
     prompts, counts = load(path)
     assert len(prompts) == 2
     assert {name: tally.count for name, tally in counts.skipped.items()} == {reason: 1}
