@@ -68,7 +68,7 @@ def _objective(cfg: DictConfig) -> Objective:
         weight = fit(float, settings.pop("weight"), f"losses.{word}.weight")
         if weight != 0:
             terms[word] = Term(weight, build({**node, **settings}, where=f"losses.{word}"))
-    weights = None if cfg.depth_weights is None else tuple(float(weight) for weight in cfg.depth_weights)
+    weights = None if cfg.depth_weights is None else tuple(cfg.depth_weights)
     return Objective(terms=terms, draft_steps=cfg.draft_steps, decay=cfg.depth_decay, chunk_rows=cfg.chunk_rows, depth_weights=weights)
 
 
@@ -167,6 +167,7 @@ def _on_validate(cfg: DictConfig, target: OpenTarget, samples: Subset) -> Measur
 # What the defaults in conf/train.yaml do not tell: what may be null, and losses with settings of their own.
 _KINDS = {
     "losses": dict[str, float | dict[str, Any]],
+    "depth_weights": list[float] | None,
     "num_steps": int | None,
     "validation.cache": str | None,
     "validation.every": int | None,
