@@ -171,7 +171,7 @@ def _measure_ways(
             requests = prompt_sets[set_name]
             stated = [str(settings), way.plain, [astuple(request) for request in requests]]
             log(f"evaluate: {how.name} on {set_name}, {how.decoding.word}, {way_name}, {len(requests)} prompts")
-            where = {"head": how.name, "prompt_set": set_name, "requests": requests, "settings": settings}
+            where: dict[str, Any] = {"head": how.name, "prompt_set": set_name, "requests": requests, "settings": settings}
             key = piece_key(f"{set_name}.{way_name}", how.decoding.word)
             decoded = pieces.get(key, stated, partial(decode, engine=engine, draft=how.draft, plain=way.plain, **where))
             measured.append(decoded)

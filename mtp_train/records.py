@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -139,12 +139,34 @@ class Sample:
         return self.token_ids_T.shape[0]
 
 
+class RowShare(Protocol):
+    """Which rows of a batch this process computes, where several share it (``nn/context.py``): ``stretches``, and ``index_T``
+    each row's place among them, -1 for rows of others."""
+
+    @property
+    def stretches(self) -> tuple[tuple[int, int], ...]: ...
+
+    @property
+    def index_T(self) -> torch.Tensor: ...
+
+    def own(self, column_T: torch.Tensor) -> torch.Tensor:
+        """This process' rows of a column of the whole batch."""
+        ...
+
+    def gather(self, own_NTH: torch.Tensor) -> torch.Tensor:
+        """The rows of all processes, in the batch's order."""
+        ...
+
+    def to(self, device: torch.device | str) -> RowShare: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """Samples packed one behind the other: T tokens, no batch axis, no padding.
 
     ``bounds`` has S + 1 entries: sample s is rows ``bounds[s]:bounds[s + 1]``. ``sample_T`` (int64) is each row's
-    sample, ``position_T`` (int64) its position within it. ``teacher.row_M`` counts rows of the batch.
+    sample, ``position_T`` (int64) its position within it. ``teacher.row_M`` counts rows of the batch. ``share``: None where this
+    process computes all rows; the columns are whole in any case.
     All alignment between these columns is done by ``batch/shift.py``.
     """
 
@@ -157,6 +179,7 @@ class Batch:
     sample_ids: tuple[str, ...]
     taps_TLD: torch.Tensor | None = None
     teacher: Teacher | None = None
+    share: RowShare | None = None
 
     def __post_init__(self) -> None:
         t = self.token_ids_T.shape[0]
@@ -185,7 +208,7 @@ class Batch:
             moved["teacher"] = Teacher(
                 **{name: getattr(self.teacher, name).to(device, non_blocking=True) for name in Teacher.__dataclass_fields__}
             )
-        return replace(self, **moved)
+        return replace(self, **moved, share=None if self.share is None else self.share.to(device))
 
 
 @dataclass(frozen=True, kw_only=True)

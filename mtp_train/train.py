@@ -129,6 +129,7 @@ def _loop_settings(cfg: DictConfig, *, num_steps: int) -> LoopSettings:
         best_by=cfg.checkpoint.best_by,
         final=cfg.checkpoint.final,
         max_prefetch=cfg.max_prefetch,
+        profile=cfg.profile,
     )
 
 
@@ -189,7 +190,7 @@ def main(cfg: DictConfig) -> None:
     from mtp_train.trainer.start import start_from_data
     from mtp_train.trainer.state import HeadFile, check_continues, complete_steps
 
-    optimizer, schedule, wandb = (build(cfg[key], where=key) for key in ("optimizer", "schedule", "wandb"))
+    optimizer, schedule, wandb, parallel = (build(cfg[key], where=key) for key in ("optimizer", "schedule", "wandb", "parallel"))
     train, held_out = _data(cfg, target)
     plan = DataPlan(
         lengths=train.lengths,
@@ -203,6 +204,8 @@ def main(cfg: DictConfig) -> None:
     objective = _objective(cfg)
     accelerator = make_accelerator(cfg.device)
     head, train, held_out = _head(cfg, target, accelerator, train, held_out)
+    if cfg.checkpoint_activations:
+        head.recompute_activations(depths=cfg.draft_steps > 1)
     identity = _identity(cfg, head, train, num_steps=num_steps)
     check_continues(Path(cfg.out), identity)  # before anything there is overwritten
     run: Run = start(cfg, stage_name="train", record_now=False)
@@ -220,6 +223,7 @@ def main(cfg: DictConfig) -> None:
         plan=plan,
         validation=held_out,
         settings=settings,
+        parallel=parallel,
         optimizer=optimizer,
         schedule=schedule,
         out=run.out,

@@ -85,17 +85,22 @@ class DataPlan:
         return chosen
 
     def rank_packs(self, step: int, *, rank: int, world_size: int) -> list[list[int]]:
-        """The packs of ``step`` that one of ``world_size`` processes trains on: every ``world_size``-th, from ``rank``."""
+        """The packs of ``step`` that one of ``world_size`` processes trains on: every ``world_size``-th, from ``rank``; where they
+        do not come out even, the last ranks have one less."""
         self.check_world_size(world_size)
         return self.packs(step)[rank::world_size]
 
     def check_world_size(self, world_size: int) -> None:
-        """ValueError where ``world_size`` processes cannot share a step evenly."""
-        if self.packs_per_step % world_size:
+        """ValueError where a step has no pack for some of ``world_size`` processes."""
+        if self.packs_per_step < world_size:
             raise ValueError(
-                f"packs_per_step: expected a multiple of the {world_size} processes, found {self.packs_per_step}; "
-                "each process takes packs_per_step / processes packs per step"
+                f"packs_per_step: expected at least {world_size}, one for each of as many processes, found {self.packs_per_step}; "
+                "raise it (and lower tokens_per_pack to keep the step as large), or start fewer processes"
             )
+
+    def packs_per_process(self, world_size: int) -> int:
+        """Packs per step of the process that has most of them."""
+        return -(-self.packs_per_step // world_size)
 
     def steps_of(self, epochs: int) -> int:
         """Steps until every sample was trained on ``epochs`` times; the last step may reach into the epoch after."""

@@ -36,7 +36,7 @@ class LossRows(NamedTuple):
 
 
 def read_tokens(batch: Batch, *, depth: int) -> torch.Tensor:
-    """The token each base reads at ``depth``: x_{i + 1 + depth}, int64 (T,).
+    """The token each of this process' bases reads at ``depth``: x_{i + 1 + depth}, int64 (T,).
 
     Rows whose token would lie outside their sample get token 0; they are never counted (``loss_rows``) and nothing
     that counts attends to them, since attention looks back only.
@@ -46,12 +46,17 @@ def read_tokens(batch: Batch, *, depth: int) -> torch.Tensor:
     if ahead < batch.num_tokens:
         inside = batch.sample_T[ahead:] == batch.sample_T[:-ahead]
         shifted_T[:-ahead] = torch.where(inside, batch.token_ids_T[ahead:], 0)
-    return shifted_T
+    return own_rows(batch, shifted_T)
 
 
 def rotary_positions(batch: Batch, *, depth: int) -> torch.Tensor:
-    """The rotary position of each base at ``depth``: i + depth, int64 (T,), as the engines draft."""
-    return batch.position_T + depth
+    """The rotary position of each of this process' bases at ``depth``: i + depth, int64 (T,), as the engines draft."""
+    return own_rows(batch, batch.position_T) + depth
+
+
+def own_rows(batch: Batch, column_T: torch.Tensor) -> torch.Tensor:
+    """The rows of a column that this process computes: all, unless several share the batch."""
+    return column_T if batch.share is None else batch.share.own(column_T)
 
 
 def loss_rows(batch: Batch, *, ahead: int) -> LossRows:

@@ -9,9 +9,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from mtp_train.batch.shift import read_tokens, rotary_positions
+from mtp_train.batch.shift import own_rows, read_tokens, rotary_positions
 from mtp_train.nn.attention import AttentionContext, PackedAttention
+from mtp_train.nn.recompute import by_rows
 from mtp_train.records import Batch, DraftStep
 from mtp_train.target.weights import SharedWeights
 
@@ -39,6 +41,7 @@ class Head(nn.Module, ABC):
     def __init__(self, *, shared: SharedWeights) -> None:
         super().__init__()
         self._shared = shared
+        self._recompute_depths = False
 
     @property
     def shared(self) -> SharedWeights:
@@ -112,11 +115,12 @@ class Head(nn.Module, ABC):
         keys of all earlier ones (training-time test, Li et al. 2025, section 3.2). Equal to ``draft`` called incrementally
         from every base (a test of each head says so).
         """
-        context = PackedAttention(bounds=batch.bounds)
-        hidden_TD = self.read_target(batch.hidden_TD, batch.taps_TLD)
+        context = PackedAttention(bounds=batch.bounds, share=batch.share)
+        taps_TLD = None if batch.taps_TLD is None else own_rows(batch, batch.taps_TLD)
+        hidden_TD = self.read_target(own_rows(batch, batch.hidden_TD), taps_TLD)
         depth = 0
         while True:
-            drafted = self.draft(
+            drafted = self.draft_to_train(
                 token_ids_T=read_tokens(batch, depth=depth),
                 hidden_TD=hidden_TD,
                 position_T=rotary_positions(batch, depth=depth),
@@ -131,6 +135,34 @@ class Head(nn.Module, ABC):
     def draft(self, *, token_ids_T: torch.Tensor, hidden_TD: torch.Tensor, position_T: torch.Tensor, context: AttentionContext) -> Drafted:
         """Inference: rows (h_i, x_{i+1}) at rotary position i of one or more sequences, over their KV cache; h_i is what
         ``read_target`` gave, at later depths what the depth before fed back."""
+
+    def row_wise(self) -> list[nn.Module]:
+        """Its parts that treat each row by itself and keep much for the backward: norms, the layer's feed-forward part."""
+        return []
+
+    def recompute_activations(self, *, depths: bool) -> None:
+        """Before training over long packs: from now on ``row_wise`` parts keep their input alone and are computed again in the
+        backward, a stretch of rows at a time. With ``depths`` so is each depth of ``unroll``, which then keeps what it reads and
+        gives; for one depth alone that saves nothing and costs the attention's forward once more."""
+        for module in self.row_wise():
+            by_rows(module)
+        self._recompute_depths = depths
+
+    def draft_to_train(
+        self, *, token_ids_T: torch.Tensor, hidden_TD: torch.Tensor, position_T: torch.Tensor, context: PackedAttention
+    ) -> Drafted:
+        """``draft`` as ``unroll`` calls it (Chen et al. 2016, arXiv 1604.06174, where depths are computed again)."""
+        if not (self._recompute_depths and torch.is_grad_enabled()):
+            return self.draft(token_ids_T=token_ids_T, hidden_TD=hidden_TD, position_T=position_T, context=context)
+        drafted: Drafted = checkpoint(
+            self.draft,
+            use_reentrant=False,
+            token_ids_T=token_ids_T,
+            hidden_TD=hidden_TD,
+            position_T=position_T,
+            context=context.at_this_depth(),
+        )
+        return drafted
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:

@@ -124,6 +124,10 @@ class Eagle3(Head):
             self.draft_ids.copy_(ids_U)
             self.lm_head.weight.copy_(self.shared.lm_head_VD[ids_U.to(self.shared.lm_head_VD.device)])
 
+    def row_wise(self) -> list[nn.Module]:
+        parts = [part for name, part in self.decoder.layer.named_children() if name != "self_attn"]
+        return [*self.tap_norms, self.decoder.hidden_norm, self.output_norm, *parts]
+
     def settings(self) -> dict[str, Any]:
         return {
             "target_layer_ids": list(self._layer_ids),

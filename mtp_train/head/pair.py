@@ -95,6 +95,9 @@ class PairHead(Head):
                 tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("input_layernorm.")}
             self.decoder.layer.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
 
+    def row_wise(self) -> list[nn.Module]:
+        return [self.embed_norm, self.hidden_norm, self.output_norm, *self.decoder.row_wise()]
+
     def settings(self) -> dict[str, Any]:
         return {
             "norms": dict(self.norms),

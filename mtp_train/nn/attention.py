@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
 
 from mtp_train.nn.causal import causal_kernel
+from mtp_train.records import RowShare
 
 ATTENTION = "mtp_train"
 
@@ -67,18 +68,44 @@ def _repeat(x_NTH: torch.Tensor, num_heads: int) -> torch.Tensor:
     return x_NTH if times == 1 else x_NTH.repeat_interleave(times, dim=0)
 
 
+class _Part(NamedTuple):
+    """Queries ``rows`` attend to ``keys``: each to those up to itself where they are the same rows, else (all earlier) to all."""
+
+    rows: slice
+    keys: slice
+    causal: bool
+
+
+def _parts(bounds: Sequence[int], share: RowShare | None) -> tuple[_Part, ...]:
+    """Who attends to whom at depth 0. A process that computes some rows of a sample has their queries to work with, and the keys
+    of all: its stretch attends to itself causally and to all of the sample before it, and both are merged."""
+    if share is None:
+        return tuple(_Part(slice(first, last), slice(first, last), True) for first, last in itertools.pairwise(bounds))
+    parts, offset = [], 0
+    for first, last in share.stretches:
+        for start, stop in itertools.pairwise(bounds):
+            begin, end = max(first, start), min(last, stop)
+            if begin < end:
+                rows = slice(offset + begin - first, offset + end - first)
+                parts.append(_Part(rows, slice(begin, end), True))
+                if start < begin:
+                    parts.append(_Part(rows, slice(start, begin), False))
+        offset += last - first
+    return tuple(parts)
+
+
 class _Unrolled(torch.autograd.Function):
     """Causal attention within samples to the depth-0 keys, and of each row to its own keys of later depths.
 
-    Forward: flash attention over the depth-0 keys gives (O_0, lse_0); the row's own keys add one score each; all are
-    merged by their log-sum-exps. Backward: the depth-0 part from the kernel with the merged O and lse, the own keys by
-    hand. Nothing of size T x T is kept.
+    Forward: flash attention over the depth-0 keys gives (O_0, lse_0), in parts where other processes' keys are among them; the
+    row's own keys add one score each; all are merged by their log-sum-exps. Backward: the depth-0 parts from the kernel with
+    the merged O and lse, the own keys by hand. Nothing of size T x T is kept.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        bounds: tuple[int, ...],
+        parts: tuple[_Part, ...],
         scale: float,
         window: int | None,
         q: torch.Tensor,
@@ -88,11 +115,18 @@ class _Unrolled(torch.autograd.Function):
     ) -> torch.Tensor:
         out = torch.empty_like(q)
         log_sum = torch.empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-        for first, last in itertools.pairwise(bounds):
-            kernel = causal_kernel(q[:, first:last], window=window)
-            out[:, first:last], log_sum[:, first:last] = kernel.forward(
-                q[:, first:last], k[:, first:last], v[:, first:last], scale=scale, window=_within(window, last - first)
+        for part in parts:
+            rows, keys = part.rows, part.keys
+            found, found_sum = causal_kernel(q[:, rows], window=window).forward(
+                q[:, rows], k[:, keys], v[:, keys], scale=scale, window=_within(window, part), causal=part.causal
             )
+            if part.causal:
+                out[:, rows], log_sum[:, rows] = found, found_sum
+            else:
+                merged = torch.logaddexp(log_sum[:, rows], found_sum)
+                shares = ((log_sum[:, rows] - merged).exp()[..., None], (found_sum - merged).exp()[..., None])
+                out[:, rows] = (out[:, rows] * shares[0] + found * shares[1]).to(q.dtype)
+                log_sum[:, rows] = merged
         if own:
             wide = log_sum.dtype
             scores = [(q.to(wide) * key.to(wide)).sum(-1) * scale for key in own[::2]]
@@ -102,7 +136,7 @@ class _Unrolled(torch.autograd.Function):
                 total += value.to(wide) * (score - merged).exp()[..., None]
             out, log_sum = total.to(q.dtype), merged
         ctx.save_for_backward(q, k, v, out, log_sum, *own)
-        ctx.bounds, ctx.scale, ctx.window = bounds, scale, window
+        ctx.parts, ctx.scale, ctx.window = parts, scale, window
         return out
 
     @staticmethod
@@ -110,20 +144,22 @@ class _Unrolled(torch.autograd.Function):
         q, k, v, out, log_sum, *own = ctx.saved_tensors
         scale, window = ctx.scale, ctx.window
         grad = grad.contiguous()
-        grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for first, last in itertools.pairwise(ctx.bounds):
-            rows = slice(first, last)
-            kernel = causal_kernel(q[:, rows], window=window)
-            grad_q[:, rows], grad_k[:, rows], grad_v[:, rows] = kernel.backward(
+        grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for part in ctx.parts:
+            rows, keys = part.rows, part.keys
+            grads = causal_kernel(q[:, rows], window=window).backward(
                 grad[:, rows],
                 q[:, rows],
-                k[:, rows],
-                v[:, rows],
+                k[:, keys],
+                v[:, keys],
                 out[:, rows],
                 log_sum[:, rows],
                 scale=scale,
-                window=_within(window, last - first),
+                window=_within(window, part),
+                causal=part.causal,
             )
+            for total, where, found in zip((grad_q, grad_k, grad_v), (rows, keys, keys), grads, strict=True):
+                total[:, where] += found
         grads_own: list[torch.Tensor] = []
         if own:
             wide = log_sum.dtype
@@ -138,8 +174,8 @@ class _Unrolled(torch.autograd.Function):
         return (None, None, None, grad_q, grad_k, grad_v, *grads_own)
 
 
-def _within(window: int | None, length: int) -> int | None:
-    return None if window is None or length <= window else window
+def _within(window: int | None, part: _Part) -> int | None:
+    return None if window is None or part.rows.stop - part.rows.start <= window else window
 
 
 class PackedAttention:
@@ -148,10 +184,14 @@ class PackedAttention:
     At depth 0 each row attends to the rows of its sample up to itself. At depth k it attends to the same rows' depth-0
     keys and to its own keys of depths 1..k. Call ``next_depth`` between depths. A sliding window applies to the
     depth-0 keys, counted from the base.
+
+    ``share``: None, or the rows of the batch that this process computes, beside others that compute the rest. Queries, keys
+    and values are then those of its rows; depth 0's keys and values are gathered from all.
     """
 
-    def __init__(self, *, bounds: Sequence[int]) -> None:
-        self.bounds = tuple(bounds)
+    def __init__(self, *, bounds: Sequence[int], share: RowShare | None = None) -> None:
+        self._share, self._parts = share, _parts(bounds, share)
+        self._longest = max(last - first for first, last in itertools.pairwise(bounds))
         self.depth = 0
         self._keys: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
@@ -161,13 +201,52 @@ class PackedAttention:
     def attend(
         self, layer_index: int, q_NTH: torch.Tensor, k_NTH: torch.Tensor, v_NTH: torch.Tensor, *, scale: float, window: int | None
     ) -> torch.Tensor:
+        return self.attend_at(self.depth, layer_index, q_NTH, k_NTH, v_NTH, scale=scale, window=window)
+
+    def at_this_depth(self) -> AttentionContext:
+        """The context as it is now, for a computation that is done once more in the backward, when later depths have come."""
+        return _AtDepth(self, self.depth)
+
+    def attend_at(
+        self,
+        depth: int,
+        layer_index: int,
+        q_NTH: torch.Tensor,
+        k_NTH: torch.Tensor,
+        v_NTH: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """``attend`` of one depth: the next one, or an earlier one again, with the same keys and values as the first time."""
         num_heads, value_size = q_NTH.shape[0], v_NTH.shape[-1]
         if value_size < q_NTH.shape[-1]:  # MLA: the kernels want one head size
             v_NTH = functional.pad(v_NTH, (0, q_NTH.shape[-1] - value_size))
         depths = self._keys.setdefault(layer_index, [])
-        assert len(depths) == self.depth, (len(depths), self.depth)
-        depths.append((_repeat(k_NTH, num_heads), _repeat(v_NTH, num_heads)))
-        (k0, v0), *later = depths
+        assert depth <= len(depths), (depth, len(depths))
+        if self._share is not None and depth == 0:
+            if window is not None and window < self._longest:
+                raise ValueError(
+                    f"parallel.context: expected samples within the layer's sliding window of {window} tokens, found one of "
+                    f"{self._longest}; train it on one process (context=1), which a window does not need more of"
+                )
+            k_NTH, v_NTH = self._share.gather(k_NTH), self._share.gather(v_NTH)
+        mine = (_repeat(k_NTH, num_heads), _repeat(v_NTH, num_heads))
+        if depth == len(depths):
+            depths.append(mine)
+        (k0, v0), *later = [*depths[:depth], mine]
         own = [tensor for pair in later for tensor in pair]
-        out_NTH: torch.Tensor = _Unrolled.apply(self.bounds, scale, window, q_NTH, k0, v0, *own)
+        out_NTH: torch.Tensor = _Unrolled.apply(self._parts, scale, window, q_NTH, k0, v0, *own)
         return out_NTH[..., :value_size]
+
+
+class _AtDepth:
+    """A ``PackedAttention`` held at one depth."""
+
+    def __init__(self, packed: PackedAttention, depth: int) -> None:
+        self._packed, self._depth = packed, depth
+
+    def attend(
+        self, layer_index: int, q_NTH: torch.Tensor, k_NTH: torch.Tensor, v_NTH: torch.Tensor, *, scale: float, window: int | None
+    ) -> torch.Tensor:
+        return self._packed.attend_at(self._depth, layer_index, q_NTH, k_NTH, v_NTH, scale=scale, window=window)

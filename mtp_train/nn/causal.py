@@ -17,10 +17,13 @@ _BLOCK_ROWS = 256
 
 
 class CausalKernel(Protocol):
-    """Attention of each row to the rows up to itself; ``window`` keeps only the last that many, itself included."""
+    """Attention of each row to the rows up to itself; ``window`` keeps only the last that many, itself included.
+
+    ``causal=False``: of each query to all keys, which may be more or fewer, without a window.
+    """
 
     def forward(
-        self, q_NTH: torch.Tensor, k_NTH: torch.Tensor, v_NTH: torch.Tensor, *, scale: float, window: int | None
+        self, q_NTH: torch.Tensor, k_NTH: torch.Tensor, v_NTH: torch.Tensor, *, scale: float, window: int | None, causal: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output (N, T, H) in the inputs' dtype and the log-sum-exp (N, T) in at least float32."""
         ...
@@ -36,6 +39,7 @@ class CausalKernel(Protocol):
         *,
         scale: float,
         window: int | None,
+        causal: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the gradients to q, k and v."""
         ...
@@ -45,23 +49,26 @@ class PlainKernel:
     """Blocks of matrix products: any device and dtype, sliding windows; slow and obviously right."""
 
     @staticmethod
-    def _scores(q_NRH: torch.Tensor, k_NTH: torch.Tensor, first: int, *, scale: float, window: int | None) -> torch.Tensor:
+    def _scores(q_NRH: torch.Tensor, k_NTH: torch.Tensor, first: int, *, scale: float, window: int | None, causal: bool) -> torch.Tensor:
+        accumulate = torch.promote_types(q_NRH.dtype, torch.float32)
+        if not causal:
+            assert window is None
+            return (q_NRH.to(accumulate) @ k_NTH.to(accumulate).transpose(1, 2)) * scale
         last = first + q_NRH.shape[1]
         row_R = torch.arange(first, last, device=q_NRH.device)[:, None]
         key_T = torch.arange(last, device=q_NRH.device)[None, :]
         hidden = key_T > row_R
         if window is not None:
             hidden = hidden | (key_T <= row_R - window)
-        accumulate = torch.promote_types(q_NRH.dtype, torch.float32)
         scores = (q_NRH.to(accumulate) @ k_NTH[:, :last].to(accumulate).transpose(1, 2)) * scale
         return scores.masked_fill(hidden, float("-inf"))
 
     def forward(
-        self, q_NTH: torch.Tensor, k_NTH: torch.Tensor, v_NTH: torch.Tensor, *, scale: float, window: int | None
+        self, q_NTH: torch.Tensor, k_NTH: torch.Tensor, v_NTH: torch.Tensor, *, scale: float, window: int | None, causal: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
         outs, log_sums = [], []
         for first in range(0, q_NTH.shape[1], _BLOCK_ROWS):
-            scores = self._scores(q_NTH[:, first : first + _BLOCK_ROWS], k_NTH, first, scale=scale, window=window)
+            scores = self._scores(q_NTH[:, first : first + _BLOCK_ROWS], k_NTH, first, scale=scale, window=window, causal=causal)
             log_sum_NR = scores.logsumexp(-1)
             weights = (scores - log_sum_NR[..., None]).exp()
             outs.append((weights @ v_NTH[:, : weights.shape[-1]].to(weights.dtype)).to(q_NTH.dtype))
@@ -79,6 +86,7 @@ class PlainKernel:
         *,
         scale: float,
         window: int | None,
+        causal: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         accumulate = log_sum_exp_NT.dtype
         grad_q = torch.empty_like(q_NTH)
@@ -87,7 +95,7 @@ class PlainKernel:
         delta_NT = (grad_NTH.to(accumulate) * out_NTH.to(accumulate)).sum(-1)
         for first in range(0, q_NTH.shape[1], _BLOCK_ROWS):
             rows = slice(first, first + _BLOCK_ROWS)
-            scores = self._scores(q_NTH[:, rows], k_NTH, first, scale=scale, window=window)
+            scores = self._scores(q_NTH[:, rows], k_NTH, first, scale=scale, window=window, causal=causal)
             seen = slice(0, scores.shape[-1])
             weights = (scores - log_sum_exp_NT[:, rows, None]).exp()
             grad_rows = grad_NTH[:, rows].to(accumulate)
@@ -102,11 +110,11 @@ class FlashCpuKernel:
     """torch's own flash attention for CPUs (float32, bfloat16, float16), memory linear in the length."""
 
     def forward(
-        self, q_NTH: torch.Tensor, k_NTH: torch.Tensor, v_NTH: torch.Tensor, *, scale: float, window: int | None
+        self, q_NTH: torch.Tensor, k_NTH: torch.Tensor, v_NTH: torch.Tensor, *, scale: float, window: int | None, causal: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert window is None
         out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q_NTH[None], k_NTH[None], v_NTH[None], 0.0, True, scale=scale
+            q_NTH[None], k_NTH[None], v_NTH[None], 0.0, causal, scale=scale
         )
         return out[0], log_sum[0]
 
@@ -121,10 +129,11 @@ class FlashCpuKernel:
         *,
         scale: float,
         window: int | None,
+        causal: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         assert window is None
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_NTH[None], q_NTH[None], k_NTH[None], v_NTH[None], out_NTH[None], log_sum_exp_NT[None], 0.0, True, scale=scale
+            grad_NTH[None], q_NTH[None], k_NTH[None], v_NTH[None], out_NTH[None], log_sum_exp_NT[None], 0.0, causal, scale=scale
         )
         return grads[0][0], grads[1][0], grads[2][0]
 
@@ -133,18 +142,17 @@ class FlashCudaKernel:
     """torch's own flash attention for CUDA in half precision. Not run where this was written: no GPU there."""
 
     def forward(
-        self, q_NTH: torch.Tensor, k_NTH: torch.Tensor, v_NTH: torch.Tensor, *, scale: float, window: int | None
+        self, q_NTH: torch.Tensor, k_NTH: torch.Tensor, v_NTH: torch.Tensor, *, scale: float, window: int | None, causal: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        length = q_NTH.shape[1]
         left = None if window is None else window - 1
         out, log_sum, *_ = torch.ops.aten._flash_attention_forward(
             *(x_NTH.transpose(0, 1)[None].contiguous() for x_NTH in (q_NTH, k_NTH, v_NTH)),
             None,
             None,
-            length,
-            length,
+            q_NTH.shape[1],
+            k_NTH.shape[1],
             0.0,
-            True,
+            causal,
             False,
             scale=scale,
             window_size_left=left,
@@ -163,8 +171,8 @@ class FlashCudaKernel:
         *,
         scale: float,
         window: int | None,
+        causal: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        length = q_NTH.shape[1]
         left = None if window is None else window - 1
         no_dropout = torch.zeros((), dtype=torch.uint64, device=q_NTH.device)
         grads = torch.ops.aten._flash_attention_backward(
@@ -172,10 +180,10 @@ class FlashCudaKernel:
             log_sum_exp_NT[None].contiguous(),
             None,
             None,
-            length,
-            length,
+            q_NTH.shape[1],
+            k_NTH.shape[1],
             0.0,
-            True,
+            causal,
             no_dropout,
             no_dropout,
             scale=scale,

@@ -103,6 +103,10 @@ class DecoderLayer(nn.Module):
         # Holds no parameters; kept out of the state dict as transformers keeps its buffers.
         self.rotary = parts.rotary(config=config)
 
+    def row_wise(self) -> list[nn.Module]:
+        """The layer's parts but attention, the only one in which a row sees others."""
+        return [part for name, part in self.layer.named_children() if name != "self_attn"]
+
     def forward(self, hidden_TD: torch.Tensor, *, position_T: torch.Tensor, context: Any) -> torch.Tensor:
         position_1T = position_T[None]
         # Cosines and sines, or the complex factors of DeepSeek-V2: between the rotary embedding and the layer, and not ours.

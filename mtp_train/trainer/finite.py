@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 # Names listed before "and N more".
 _SHOWN = 5
@@ -19,7 +18,9 @@ class PackSums(NamedTuple):
     sums_KX: torch.Tensor
 
 
-def describe_nonfinite(head: nn.Module, packs: Sequence[PackSums], *, words: Sequence[str], step: int, rank: int) -> str:
+def describe_nonfinite(
+    gradients: Mapping[str, torch.Tensor], packs: Sequence[PackSums], *, words: Sequence[str], step: int, rank: int
+) -> str:
     """The step, this rank's packs, depths and losses with a sum that is not finite, and the parameters whose gradient is not."""
     lines = [f"step {step}: expected a finite loss and gradient, found others; the weights were not touched (rank {rank})"]
     for pack in packs:
@@ -31,7 +32,7 @@ def describe_nonfinite(head: nn.Module, packs: Sequence[PackSums], *, words: Seq
         ]
         if bad:
             lines.append(f"  loss: {_some(bad)} in the pack of samples {_some(list(pack.sample_ids))}")
-    parameters = [name for name, p in head.named_parameters() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+    parameters = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
     if parameters:
         lines.append(f"  gradient: {_some(parameters)}")
     lines.append("  look at these samples with tools/inspect_batch.py; if they are sound, lower optimizer.lr or set precision=fp32")

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mtp_train.batch.loader import StepBatches, StepLoader
-from mtp_train.batch.noise import add_uniform_noise
+from mtp_train.batch.loader import StepLoader
 from mtp_train.batch.plan import DataPlan
-from mtp_train.checkpoint import is_whole, read_head_tensors, save_head
+from mtp_train.checkpoint import is_whole, save_head
 from mtp_train.head.base import Head
-from mtp_train.records import Batch
-from mtp_train.runtime import log, progress
+from mtp_train.runtime import atomic_write_json, log, progress
 from mtp_train.trainer.data import Subset
-from mtp_train.trainer.finite import PackSums, describe_nonfinite
 from mtp_train.trainer.metrics import Metrics, WandbSettings
 from mtp_train.trainer.module import TrainingModule
 from mtp_train.trainer.objective import Objective
-from mtp_train.trainer.optim import OptimizerSettings, Schedule, build_optimizer, set_lr
-from mtp_train.trainer.rows import Pack, align
-from mtp_train.trainer.saving import Saver
+from mtp_train.trainer.optim import OptimizerSettings, Schedule
+from mtp_train.trainer.pack_share import share_packs
+from mtp_train.trainer.parallel import ParallelSettings, make_parallel, with_constants
+from mtp_train.trainer.profiling import Stepping, profiling
+from mtp_train.trainer.saving import Saver, load_weights
 from mtp_train.trainer.settings import LoopSettings
-from mtp_train.trainer.state import HeadFile, folder_name
-from mtp_train.trainer.stop import StopSignal
+from mtp_train.trainer.state import HeadFile, StateReader, folder_name
+from mtp_train.trainer.step import Stepper
+from mtp_train.trainer.stop import StopSignal, exit_status
 from mtp_train.trainer.summary import Summary, from_json, report, to_json
 from mtp_train.trainer.validation import MEASURED, Validator
 
@@ -41,6 +39,8 @@ if TYPE_CHECKING:
 OnValidate = Callable[[int, Path], Mapping[str, Any] | None]
 # The folder, beside the states, that holds the head that ``on_validate`` measures.
 MEASURED_HEAD = "measured"
+# Says why a run ended before its last step, to whoever sees only a launcher's exit status.
+INTERRUPTED = "interrupted.json"
 
 
 class Trainer:
@@ -61,6 +61,7 @@ class Trainer:
         plan: DataPlan,
         validation: Subset | None,
         settings: LoopSettings,
+        parallel: ParallelSettings,
         optimizer: OptimizerSettings,
         schedule: Schedule,
         out: Path,
@@ -77,27 +78,39 @@ class Trainer:
         if settings.final == "best" and validation is None and not measured:
             raise ValueError("checkpoint.final: expected last where nothing is validated, found best; hold samples out or set it to last")
         self._accelerator, self._head, self._objective = accelerator, head, objective
-        self._train, self._plan = train, plan
-        self._settings, self._optim, self._schedule = settings, optimizer, schedule
+        self._train, self._plan, self._settings = train, plan, settings
         self._out, self._head_file, self._identity, self._wandb = out, head_file, dict(identity), wandb
         self._on_validate = on_validate
-        self._module = TrainingModule(head=head, objective=objective, precision=settings.precision)
-        self._model, self._optimizer = accelerator.prepare(self._module, build_optimizer(self._module, optimizer))
-        self._parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
-        self._saver = Saver(
-            folder=out,
+        self._share = share_packs(accelerator, context=parallel.context)
+        plan.check_world_size(self._share.num_ranks)
+        self._saver = Saver(folder=out, accelerator=accelerator, head=head, settings=identity, keep_last=settings.keep_last)
+        self._state = self._saver.newest()
+        if self._state is not None:
+            load_weights(head, self._state)  # while each process still holds them whole
+        packs_per_process = plan.packs_per_process(self._share.num_ranks)
+        self._parallel = make_parallel(
+            parallel,
             accelerator=accelerator,
-            head=head,
-            optimizer=self._optimizer.optimizer,
-            head_file=head_file,
-            settings=identity,
-            keep_last=settings.keep_last,
+            module=TrainingModule(head=head, objective=objective, precision=settings.precision),
+            optimizer=optimizer,
+            packs_per_process=packs_per_process,
+        )
+        self._step = Stepper(
+            accelerator=accelerator,
+            parallel=self._parallel,
+            share=self._share,
+            objective=objective,
+            settings=settings,
+            optimizer=optimizer,
+            schedule=schedule,
+            packs_per_process=packs_per_process,
         )
         self._validator = None
         if validation is not None:
             self._validator = Validator(
                 accelerator=accelerator,
-                module=self._module,
+                parallel=self._parallel,
+                share=self._share,
                 subset=validation,
                 tokens_per_pack=plan.tokens_per_pack,
                 best_by=settings.best_by,
@@ -105,48 +118,55 @@ class Trainer:
         self._summary = self._new_summary()
         self._tokens, self._window_tokens = 0, 0
         self._best: dict[str, float] | None = None  # {"step", "value"} of the best validation
-        self._packs: list[PackSums] = []
 
     def run(self) -> bool:
-        """Train to the last step; False where all steps were done before. Ends the process with 128 + signal number, state
-        saved, where a signal asks for it.
+        """Train to the last step; False where all steps were done before. Ends the process, state saved, where a signal asks for
+        it, with ``stop.exit_status``.
 
         Errors: ValueError where the settings differ from those of the run to continue, or at a loss or gradient that is
         not finite.
         """
-        state = self._saver.resume()
-        first = 0 if state is None else state.step
-        if state is not None:
-            self._restore_counters(state.counters)
+        first = 0 if self._state is None else self._restore(self._state)
         if first >= self._settings.num_steps and is_whole(self._out):
             log(f"nothing left to do, all {first} steps are done in {self._out}")
             return False
+        if self._accelerator.is_main_process:
+            (self._out / INTERRUPTED).unlink(missing_ok=True)
         metrics = Metrics(out=self._out, wandb=self._wandb, settings=self._identity, resumed_step=first)
         loader = StepLoader(
             reader=self._train,
             plan=self._plan,
-            rank=self._accelerator.process_index,
-            world_size=self._accelerator.num_processes,
+            rank=self._share.rank,
+            world_size=self._share.num_ranks,
             start_step=min(first, self._settings.num_steps),
             stop_step=self._settings.num_steps,
             max_prefetch=self._settings.max_prefetch,
         )
         bar = progress(desc="train", unit="step", total=self._settings.num_steps, initial=first)
         try:
-            with StopSignal() as stop, loader, bar:
-                self._run_steps(loader, stop, metrics, bar)
+            with (
+                StopSignal() as stop,
+                loader,
+                bar,
+                profiling(self._out, enabled=self._settings.profile, rank=self._accelerator.process_index) as profile,
+            ):
+                self._run_steps(loader, stop, metrics, bar, profile)
             self._finish()
         finally:
             metrics.close()
         return True
 
-    def _run_steps(self, loader: StepLoader, stop: StopSignal, metrics: Metrics, bar: tqdm[Any]) -> None:
+    def _run_steps(self, loader: StepLoader, stop: StopSignal, metrics: Metrics, bar: tqdm[Any], profile: Stepping) -> None:
         settings = self._settings
         began_s = time.perf_counter()
         for batches in loader:
             done = batches.step + 1
             last = done == settings.num_steps
-            figures, stopped_by = self._step(batches, stop)
+            stepped = self._step(batches, self._summary, stop)
+            stopped_by = stepped.stopped_by
+            profile.step()
+            self._tokens += stepped.num_tokens
+            self._window_tokens += stepped.num_tokens
             if done % settings.log_every == 0 or last:
                 now_s = time.perf_counter()
                 line = report(self._objective, self._summary.reduced(self._accelerator))
@@ -157,7 +177,7 @@ class Trainer:
                         "split": "train",
                         "epoch": batches.epoch,
                         "tokens": self._tokens,
-                        **figures,
+                        **stepped.figures,
                         **line,
                         "tokens_per_s": speed,
                     }
@@ -176,54 +196,14 @@ class Trainer:
             if last or improved or measures or stopped_by or _due(done, settings.save_every):
                 folder = self._save(done)
                 if stopped_by and not last:
-                    name = signal.Signals(stopped_by).name
-                    log(f"stopped by {name} after step {done}, saved in {folder}; the same command continues")
-                    sys.exit(128 + stopped_by)
+                    self._end_early(stopped_by, done, folder)
 
-    def _step(self, batches: StepBatches, stop: StopSignal) -> tuple[dict[str, float], int]:
-        """One optimizer step over this rank's packs. Returns figures to log and the signal that some rank received, or 0."""
-        accelerator, device = self._accelerator, self._accelerator.device
-        packs = [self._align(batch) for batch in batches.batches]
-        counted = torch.stack([pack.counts_K for pack in packs]).sum(0).tolist()
-        tokens = sum(pack.batch.num_tokens for pack in packs)
-        # One reduction before the work; its result stays on the device until the step's only wait, below.
-        totals = accelerator.reduce(torch.tensor([*counted, tokens], dtype=torch.float64, device=device), "sum")
-        # DistributedDataParallel averages gradients over ranks, the objective sums: hence the number of processes.
-        scale_K = (accelerator.num_processes / totals[:-1].clamp_min(1)).float()
-        loss = torch.zeros((), dtype=torch.float64, device=device)
-        self._packs = []
-        for number, pack in enumerate(packs):
-            with accelerator.no_sync(self._model) if number + 1 < len(packs) else nullcontext():
-                result = self._model(self._with_noise(pack.to(device), step=batches.step), scale_K, measure=False)
-                accelerator.backward(result.loss)
-            loss += result.loss.detach()
-            self._summary.add(result.sums_KX)
-            self._packs.append(PackSums(pack.batch.sample_ids, result.sums_KX))
-        grad_norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self._parameters if parameter.grad is not None])
-        shared = accelerator.reduce(torch.stack([loss, torch.tensor(float(stop.number), dtype=torch.float64, device=device)]), "sum")
-        total_loss, stop_numbers, norm, step_tokens = torch.stack([*shared, grad_norm.double(), totals[-1]]).tolist()
-        if not (math.isfinite(total_loss) and math.isfinite(norm)):
-            words = tuple(self._objective.terms)
-            raise ValueError(describe_nonfinite(self._head, self._packs, words=words, step=batches.step, rank=accelerator.process_index))
-        if self._optim.clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._optim.clip_norm, grad_norm)
-        lr = self._optim.lr * self._schedule.factor(batches.step, num_steps=self._settings.num_steps)
-        set_lr(self._optimizer.optimizer, lr)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self._tokens += int(step_tokens)
-        self._window_tokens += int(step_tokens)
-        # The same signal reaches every rank, or only some: any of them ends the run on all.
-        stopped_by = 0 if stop_numbers == 0 else int(stop.number or signal.SIGTERM)
-        return {"lr": lr, "grad_norm": norm}, stopped_by
-
-    def _align(self, batch: Batch) -> Pack:
-        return align(batch, draft_steps=self._objective.draft_steps, need_top=self._objective.needs("topk_teacher"))
-
-    def _with_noise(self, pack: Pack, *, step: int) -> Pack:
-        if self._settings.noise_scale == 0:
-            return pack
-        return pack.with_input(add_uniform_noise(pack.batch, scale=self._settings.noise_scale, seed=self._settings.seed, step=step))
+    def _end_early(self, stopped_by: int, done: int, folder: Path) -> None:
+        name, status = signal.Signals(stopped_by).name, exit_status(stopped_by)
+        log(f"stopped by {name} after step {done}, saved in {folder}; the same command continues")
+        if self._accelerator.is_main_process:
+            atomic_write_json(self._out / INTERRUPTED, {"signal": name, "step": done, "exit_status": status})
+        sys.exit(status)
 
     def _validate(self, done: int, metrics: Metrics) -> bool:
         """Validate and write it down; whether this is the best so far."""
@@ -238,9 +218,9 @@ class Trainer:
 
         assert self._on_validate is not None
         found: list[Mapping[str, Any] | None] = [None]
+        weights = self._parallel.whole_weights()
         if self._accelerator.is_main_process:
             folder = self._out / MEASURED_HEAD
-            weights = {name: tensor.detach() for name, tensor in self._head.state_dict().items()}
             made_by = {**self._head_file.made_by, "step": done}
             save_head(folder, weights, config=self._head_file.config, target=self._head_file.target, made_by=made_by)
             with torch.random.fork_rng(devices=[]):  # whatever measuring draws, training goes on as if it had not
@@ -262,17 +242,24 @@ class Trainer:
         return Summary(objective=self._objective, device=self._accelerator.device)
 
     def _save(self, done: int) -> Path:
-        return self._saver.save(done, counters=self._counters(), best_step=None if self._best is None else int(self._best["step"]))
+        best_step = None if self._best is None else int(self._best["step"])
+        return self._saver.save(done, parallel=self._parallel, counters=self._counters(), best_step=best_step)
 
     def _counters(self) -> dict[str, Any]:
         """What the loop counts, so that a resumed run also reports what the uninterrupted one would have."""
         window = self._summary.reduced(self._accelerator)
         return {"tokens": self._tokens, "window_tokens": self._window_tokens, "window_sums": to_json(window), "best": self._best}
 
-    def _restore_counters(self, counters: Mapping[str, Any]) -> None:
+    def _restore(self, state: StateReader) -> int:
+        """Put back all but the weights; returns the steps that are done."""
+        self._parallel.load_optimizer(state)
+        self._saver.restore_random(state)
+        counters = state.position.counters
         self._tokens, self._window_tokens, self._best = counters["tokens"], counters["window_tokens"], counters["best"]
         if self._accelerator.is_main_process:
             self._summary.restore(from_json(counters["window_sums"]))
+        log(f"continuing after step {state.position.step} from {state.path}")
+        return state.position.step
 
     def _finish(self) -> None:
         """Write the head that the run is for beside its states."""
@@ -284,7 +271,7 @@ class Trainer:
             elif self._settings.final == "best":
                 assert self._best is not None
                 step = int(self._best["step"])
-            weights = read_head_tensors(self._out / folder_name(step))
+            weights = with_constants(self._head, StateReader(self._out / folder_name(step)).weights())
             made_by = {**self._head_file.made_by, "step": step, "tokens": self._tokens, "best": self._best}
             save_head(self._out, weights, config=self._head_file.config, target=self._head_file.target, made_by=made_by)
             log(f"the head of step {step} is in {self._out}")

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from mtp_train.batch.shift import LossRows, loss_rows
-from mtp_train.records import Batch
+from mtp_train.records import Batch, RowShare
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pack:
-    """A batch with its loss rows per depth. ``top_M`` numbers the rows of ``batch.teacher`` that teach them, one tensor
-    per depth; it is empty (no depths) where the cache has no top-k. ``teacher_hidden_TD`` are the target's hidden states as
-    cached; those in ``batch``, which the head reads, may carry noise."""
+    """A batch with its loss rows per depth; ``base_M`` counts the rows that this process computes. ``top_M`` numbers the rows of
+    ``batch.teacher`` that teach them, one tensor per depth; it is empty (no depths) where the cache has no top-k.
+    ``teacher_hidden_TD`` are the target's hidden states as cached; those in ``batch``, which the head reads, may carry noise."""
 
     batch: Batch
     teacher_hidden_TD: torch.Tensor
@@ -40,6 +40,25 @@ class Pack:
     def with_input(self, hidden_TD: torch.Tensor) -> Pack:
         """The same pack where the head reads ``hidden_TD`` instead; the teacher stays."""
         return replace(self, batch=replace(self.batch, hidden_TD=hidden_TD))
+
+    def shared(self, share: RowShare) -> Pack:
+        """The same pack where this process computes some of the rows, and counts those of them that count."""
+        kept = [share.index_T[rows.base_M] >= 0 for rows in self.rows]
+        rows = [
+            LossRows(share.index_T[rows.base_M][keep], rows.teacher_M[keep], rows.label_M[keep])
+            for rows, keep in zip(self.rows, kept, strict=True)
+        ]
+        top_M = tuple(column[keep] for column, keep in zip(self.top_M, kept, strict=bool(self.top_M)))
+        return replace(self, batch=replace(self.batch, share=share), rows=tuple(rows), top_M=top_M)
+
+    def silent(self) -> Pack:
+        """The same pack where no row counts: what a process goes through that has fewer packs than another, so that all take
+        part in every exchange."""
+        return replace(
+            self,
+            rows=tuple(LossRows(*(column[:0] for column in rows)) for rows in self.rows),
+            top_M=tuple(column[:0] for column in self.top_M),
+        )
 
 
 def align(batch: Batch, *, draft_steps: int, need_top: bool) -> Pack:

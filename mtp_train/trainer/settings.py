@@ -15,7 +15,8 @@ Final = Literal["last", "best"]
 class LoopSettings:
     """How a run goes. ``*_every`` count steps (None: only at the end); ``noise_scale`` and ``seed`` are those of
     ``batch.noise``; ``best_by`` names the validation figure (mean over depths; or the measured acceptance_length) that
-    decides which state is best, and ``final`` which one becomes the head; ``max_prefetch`` is in steps."""
+    decides which state is best, and ``final`` which one becomes the head; ``max_prefetch`` is in steps; ``profile`` writes a
+    trace (``profiling``)."""
 
     num_steps: int
     precision: Precision
@@ -29,6 +30,7 @@ class LoopSettings:
     best_by: BestBy
     final: Final
     max_prefetch: int
+    profile: bool
 
     def __post_init__(self) -> None:
         counts = {"num_steps": self.num_steps, "log_every": self.log_every, "max_prefetch": self.max_prefetch}

@@ -1,29 +1,30 @@
 """The state of a training run on disk: all that a killed run needs to go on as if it had not been killed.
 
-``<checkpoint>/step-000123/`` is itself a head (``head.safetensors``, ``head.json``) with ``optimizer.safetensors`` and
-``random.safetensors`` beside it. ``state.json``, written last, names the files with their sha256; a folder without it was
-never finished. The folder is filled under a temporary name and renamed, so that it is seen whole or not at all.
+``<checkpoint>/step-000123/`` holds one ``shard-00000-of-00002.safetensors`` per process, with what that process owns: stretches
+of parameters and of the optimizer's state (``<parameter>/<entry>``, float32), and its random generators' states.
+``state.json``, written last, names the shards with their sha256 and says where in its parameter each stretch begins. So any
+number of processes, however they share the work, can read what is theirs; a folder without it was never finished. The
+folder is filled under a temporary name and renamed, so that it is seen whole or not at all.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from mtp_train.checkpoint import read_head_tensors, save_head
 from mtp_train.runtime import atomic_path, atomic_write_json, fsync_directory, read_json, sha256_file
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 STATE = "state.json"
-OPTIMIZER = "optimizer.safetensors"
-RANDOM = "random.safetensors"
+WEIGHT = "weight"
+_RANDOM = "random/"
+_PARAMETER = "parameter/"
 _FOLDER = re.compile(r"step-(\d{6,})")
 
 
@@ -37,15 +38,36 @@ class HeadFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
-    """A training run between two steps. ``step`` steps are done. ``weights`` and ``optimizer`` by parameter name,
-    float32; ``random`` the generators' states by rank; ``settings`` what a continuation must share; ``counters`` what
-    the loop counts (plain JSON)."""
+class Piece:
+    """A stretch of one flattened parameter, from element ``start`` on, with the optimizer's state over the same stretch.
+
+    ``tensors``: ``weight`` and the optimizer's entries, flat and equally long; one number for the whole parameter has no axis.
+    """
+
+    start: int
+    tensors: Mapping[str, torch.Tensor]
+
+    def __post_init__(self) -> None:
+        lengths = {name: tensor.shape[0] for name, tensor in self.tensors.items() if tensor.ndim}
+        assert all(tensor.ndim <= 1 for tensor in self.tensors.values()) and len(set(lengths.values())) == 1, lengths
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """What ``state.json`` says of one process' file: its sha256, and the first element of each of its stretches."""
+
+    name: str
+    sha256: str
+    starts: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """A training run between two steps, but for its tensors. ``step`` steps are done. ``shapes`` of the trained parameters;
+    ``settings`` what a continuation must share; ``counters`` what the loop counts (plain JSON)."""
 
     step: int
-    weights: dict[str, torch.Tensor]
-    optimizer: dict[str, torch.Tensor]
-    random: dict[str, torch.Tensor]
+    shapes: dict[str, tuple[int, ...]]
     settings: dict[str, Any]
     counters: dict[str, Any]
 
@@ -63,58 +85,131 @@ def complete_steps(folder: Path) -> list[int]:
     return sorted(int(match.group(1)) for match in matches if match)
 
 
-def write_state(folder: Path, state: State, *, head: HeadFile) -> Path:
-    """Write a state and return its folder; one that is there already is left as it is."""
-    from safetensors.torch import save_file
-
-    final = folder / folder_name(state.step)
-    if (final / STATE).is_file():
-        return final
-    temporary = folder / f".{folder_name(state.step)}.tmp"
-    for leftover in (temporary, final):
+def begin_state(folder: Path, step: int) -> Path:
+    """The empty temporary folder in which the processes leave their shards; one process calls, the others wait for it."""
+    temporary = folder / f".{folder_name(step)}.tmp"
+    for leftover in (temporary, folder / folder_name(step)):
         if leftover.exists():
             shutil.rmtree(leftover)
-    save_head(temporary, state.weights, config=head.config, target=head.target, made_by=head.made_by)
-    for name, tensors in ((OPTIMIZER, state.optimizer), (RANDOM, state.random)):
-        with atomic_path(temporary / name) as path:
-            save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path)
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def write_shard(
+    temporary: Path, *, rank: int, num_processes: int, pieces: Mapping[str, Piece], random: Mapping[str, torch.Tensor]
+) -> Shard:
+    """Write one process' file. ``pieces`` by parameter, ``random`` its generators' states by device."""
+    from safetensors.torch import save_file
+
+    tensors = {f"{_PARAMETER}{name}/{entry}": tensor for name, piece in pieces.items() for entry, tensor in piece.tensors.items()}
+    tensors |= {f"{_RANDOM}{device}": tensor for device, tensor in random.items()}
+    path = temporary / f"shard-{rank:05d}-of-{num_processes:05d}.safetensors"
+    with atomic_path(path) as unfinished:
+        save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, unfinished)
+    return Shard(name=path.name, sha256=sha256_file(path), starts={name: piece.start for name, piece in pieces.items()})
+
+
+def finish_state(temporary: Path, position: Position, shards: Sequence[Shard]) -> Path:
+    """Write ``state.json`` and give the folder its name; one process calls when all shards are there.
+
+    Errors: ValueError where a shard is not: the processes do not see one filesystem.
+    """
+    missing = [shard.name for shard in shards if not (temporary / shard.name).is_file()]
+    if missing:
+        raise ValueError(
+            f"{temporary}: expected the shards of all processes, found none named {missing}; out= must lie where all machines see it"
+        )
     atomic_write_json(
         temporary / STATE,
         {
             "format_version": FORMAT_VERSION,
-            "step": state.step,
-            "counters": state.counters,
-            "settings": state.settings,
-            "sha256": {name: sha256_file(temporary / name) for name in (OPTIMIZER, RANDOM)},
+            "step": position.step,
+            "counters": position.counters,
+            "settings": position.settings,
+            "shapes": position.shapes,
+            "shards": [{"name": shard.name, "sha256": shard.sha256, "starts": shard.starts} for shard in shards],
         },
     )
+    final = temporary.with_name(folder_name(position.step))
     temporary.rename(final)
-    fsync_directory(folder)
+    fsync_directory(final.parent)
     return final
 
 
-def read_state(path: Path) -> State:
-    """Read the state in a ``step-...`` folder, every file checked against its sha256."""
-    from safetensors.torch import load_file
+class StateReader:
+    """One complete state: any stretch of any parameter, whichever processes wrote it."""
 
-    document = read_json(path / STATE)
-    if document.get("format_version") != FORMAT_VERSION:
-        raise ValueError(f"{path / STATE}: expected format_version {FORMAT_VERSION}, found {document.get('format_version')}; train anew")
-    for name, expected in document["sha256"].items():
-        found = sha256_file(path / name)
-        if found != expected:
-            raise ValueError(
-                f"{path / name}: expected sha256 {expected}, found {found}; the file is damaged: "
-                f"delete {path} to continue from the state before"
-            )
-    return State(
-        step=document["step"],
-        weights=read_head_tensors(path),
-        optimizer=load_file(path / OPTIMIZER),
-        random=load_file(path / RANDOM),
-        settings=document["settings"],
-        counters=document["counters"],
-    )
+    def __init__(self, path: Path) -> None:
+        document = read_json(path / STATE)
+        if document.get("format_version") != FORMAT_VERSION:
+            found = document.get("format_version")
+            raise ValueError(f"{path / STATE}: expected format_version {FORMAT_VERSION}, found {found}; train anew")
+        self.path = path
+        self.shards = [Shard(**shard) for shard in document["shards"]]
+        self.position = Position(
+            step=document["step"],
+            shapes={name: tuple(shape) for name, shape in document["shapes"].items()},
+            settings=document["settings"],
+            counters=document["counters"],
+        )
+
+    def verify(self, *, rank: int = 0, num_processes: int = 1) -> None:
+        """Compare every ``num_processes``-th shard with its sha256; ValueError names one that is damaged."""
+        for shard in self.shards[rank::num_processes]:
+            found = sha256_file(self.path / shard.name) if (self.path / shard.name).is_file() else "no file"
+            if found != shard.sha256:
+                raise ValueError(
+                    f"{self.path / shard.name}: expected sha256 {shard.sha256}, found {found}; the file is damaged: "
+                    f"delete {self.path} to continue from the state before"
+                )
+
+    def entries(self, name: str) -> list[str]:
+        """What is kept of a parameter: ``weight`` and the optimizer's entries. ValueError where the state has no such one."""
+        from safetensors import safe_open
+
+        for shard in self.shards:
+            if name in shard.starts:
+                with safe_open(self.path / shard.name, framework="pt") as file:
+                    prefix = f"{_PARAMETER}{name}/"
+                    return sorted(key.removeprefix(prefix) for key in file.keys() if key.startswith(prefix))  # noqa: SIM118
+        raise ValueError(f"{self.path}: expected the parameter {name}, found {sorted(self.position.shapes)}; it is of another head")
+
+    def read(self, name: str, entry: str, *, start: int, stop: int) -> torch.Tensor:
+        """Elements ``start`` to ``stop`` of a flattened parameter's entry; a number without axis as it is."""
+        from safetensors import safe_open
+
+        parts: list[tuple[int, torch.Tensor]] = []
+        for shard in self.shards:
+            if name not in shard.starts:
+                continue
+            with safe_open(self.path / shard.name, framework="pt") as file:
+                kept = file.get_slice(f"{_PARAMETER}{name}/{entry}")
+                if not kept.get_shape():
+                    return file.get_tensor(f"{_PARAMETER}{name}/{entry}")
+                begin = shard.starts[name]
+                first, last = max(start, begin), min(stop, begin + kept.get_shape()[0])
+                if first < last:
+                    parts.append((first, kept[first - begin : last - begin]))
+        parts.sort(key=lambda part: part[0])
+        whole = torch.cat([part for _, part in parts]) if parts else torch.empty(0)
+        assert whole.shape[0] == max(0, stop - start), (self.path, name, entry, start, stop)
+        return whole
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The trained parameters, whole."""
+        return {
+            name: self.read(name, WEIGHT, start=0, stop=torch.Size(shape).numel()).view(shape)
+            for name, shape in self.position.shapes.items()
+        }
+
+    def random(self, rank: int) -> dict[str, torch.Tensor] | None:
+        """The generators' states of one of the processes that wrote, by device; None where there were fewer."""
+        from safetensors import safe_open
+
+        if rank >= len(self.shards):
+            return None
+        with safe_open(self.path / self.shards[rank].name, framework="pt") as file:
+            return {key.removeprefix(_RANDOM): file.get_tensor(key) for key in file.keys() if key.startswith(_RANDOM)}  # noqa: SIM118
 
 
 def check_continues(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -149,33 +244,14 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def prune(folder: Path, *, keep_last: int, keep: set[int]) -> None:
-    """Delete all complete states but the ``keep_last`` newest and those in ``keep``, and what killed writers left."""
+    """Delete all states but the ``keep_last`` newest complete ones and those in ``keep``, and what killed writers left."""
     steps = complete_steps(folder)
-    for step in steps[: max(0, len(steps) - keep_last)]:
-        if step not in keep:
+    kept = {*steps[max(0, len(steps) - keep_last) :], *keep}
+    for entry in sorted(folder.iterdir()):
+        match = _FOLDER.fullmatch(entry.name)
+        if match and int(match.group(1)) not in kept:
             # Unmark first: a half deleted folder must not look complete.
-            (folder / folder_name(step) / STATE).unlink()
-            shutil.rmtree(folder / folder_name(step))
+            (entry / STATE).unlink(missing_ok=True)
+            shutil.rmtree(entry)
     for leftover in folder.glob(".step-*.tmp"):
         shutil.rmtree(leftover)
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, torch.Tensor]:
-    """An optimizer's state as tensors by ``<parameter>/<entry>``; ``names`` gives each parameter's name."""
-    return {f"{name}/{entry}": tensor for parameter, name in names.items() for entry, tensor in optimizer.state[parameter].items()}
-
-
-def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """Put back what ``optimizer_tensors`` gave, in place of whatever the optimizer holds."""
-    by_name: dict[str, dict[str, torch.Tensor]] = {}
-    for key, tensor in tensors.items():
-        name, entry = key.rsplit("/", 1)
-        by_name.setdefault(name, {})[entry] = tensor
-    parameters = {name: parameter for parameter, name in names.items()}
-    if by_name.keys() != parameters.keys():
-        raise ValueError(f"optimizer state: expected the parameters {sorted(parameters)}, found {sorted(by_name)}; it is of another head")
-    for name, held in by_name.items():
-        parameter = parameters[name]
-        optimizer.state[parameter] = {entry: tensor.to(parameter.device).clone() for entry, tensor in held.items()}

@@ -11,8 +11,8 @@ import torch
 from mtp_train.batch.packing import pack as pack_samples
 from mtp_train.runtime import progress
 from mtp_train.trainer.data import Subset, validation_packs
-from mtp_train.trainer.module import TrainingModule
-from mtp_train.trainer.rows import align
+from mtp_train.trainer.pack_share import PackShare
+from mtp_train.trainer.parallel import Parallel
 from mtp_train.trainer.summary import Summary, report
 
 if TYPE_CHECKING:
@@ -26,26 +26,33 @@ MEASURED: BestBy = "acceptance_length"
 class Validator:
     """Losses, agreement and expected acceptance with the exact teacher over all held-out samples, without noise.
 
-    The packs are shared out over the ranks. ``best_by`` names the figure that says which state of the head is best.
+    The packs are shared out over the processes, which all make as many forwards, since a forward may gather weights.
+    ``best_by`` names the figure that says which state of the head is best.
     """
 
-    def __init__(self, *, accelerator: Accelerator, module: TrainingModule, subset: Subset, tokens_per_pack: int, best_by: BestBy) -> None:
-        self._accelerator, self._module, self._subset, self._best_by = accelerator, module, subset, best_by
+    def __init__(
+        self, *, accelerator: Accelerator, parallel: Parallel, share: PackShare, subset: Subset, tokens_per_pack: int, best_by: BestBy
+    ) -> None:
+        self._accelerator, self._parallel, self._share = accelerator, parallel, share
+        self._subset, self._best_by = subset, best_by
         packs = validation_packs(subset, tokens_per_pack=tokens_per_pack)
-        self._packs = packs[accelerator.process_index :: accelerator.num_processes]
+        own = packs[share.rank :: share.num_ranks]
+        num_forwards = -(-len(packs) // share.num_ranks)
+        self._packs = [(numbers, True) for numbers in own] + [(packs[0], False)] * (num_forwards - len(own))
 
     def run(self, step: int) -> dict[str, Any]:
         """The figures of ``summary.report`` after ``step`` steps; every rank must call."""
-        objective, device = self._module.objective, self._accelerator.device
+        parallel, objective, device = self._parallel, self._parallel.module.objective, self._accelerator.device
         summary = Summary(objective=objective, device=device)
         ones_K = torch.ones(objective.draft_steps, device=device)
-        self._module.eval()
+        parallel.model.eval()
         with torch.no_grad():
-            for numbers in progress(self._packs, desc=f"validate after step {step}", unit="pack"):
+            for numbers, counts in progress(self._packs, desc=f"validate after step {step}", unit="pack"):
                 batch = pack_samples([self._subset[number] for number in numbers])
-                pack = align(batch, draft_steps=objective.draft_steps, need_top=objective.needs("topk_teacher")).to(device)
-                summary.add(self._module(pack, ones_K, measure=True).sums_KX)
-        self._module.train()
+                pack = self._share.align(batch, objective)
+                result = parallel.model((pack if counts else pack.silent()).to(device), ones_K, measure=True)
+                summary.add(result.sums_KX)
+        parallel.model.train()
         return report(objective, summary.reduced(self._accelerator))
 
     def value(self, line: Mapping[str, Any]) -> float:

@@ -108,6 +108,6 @@ def test_closing_early_leaves_no_thread(cache):
     assert list(loader) == []
 
 
-def test_a_number_of_processes_that_does_not_divide_is_refused_at_once(cache):
-    with pytest.raises(ValueError, match="multiple of the 4 processes, found 2"):
+def test_more_processes_than_packs_are_refused_at_once(cache):
+    with pytest.raises(ValueError, match="at least 4, one for each of as many processes, found 2"):
         _load(cache, start=0, stop=1, world_size=4)

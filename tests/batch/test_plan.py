@@ -87,9 +87,16 @@ def test_world_sizes_share_one_order():
 _plan_shared = _plan()
 
 
-def test_a_world_size_that_does_not_divide_is_refused():
-    with pytest.raises(ValueError, match="multiple of the 3 processes, found 4"):
-        _plan().rank_packs(0, rank=0, world_size=3)
+def test_where_packs_do_not_come_out_even_the_last_ranks_have_one_less():
+    for step in range(20):
+        shares = [_plan().rank_packs(step, rank=rank, world_size=3) for rank in range(3)]
+        assert [len(share) for share in shares] == [2, 1, 1] and _plan().packs_per_process(3) == 2
+        assert [shares[index % 3][index // 3] for index in range(4)] == _plan().packs(step)
+
+
+def test_more_processes_than_packs_are_refused():
+    with pytest.raises(ValueError, match="at least 5, one for each of as many processes, found 4"):
+        _plan().rank_packs(0, rank=0, world_size=5)
 
 
 def test_epochs_and_steps():

@@ -76,6 +76,19 @@ def test_the_flash_kernel_is_the_plain_one() -> None:
         torch.testing.assert_close(flash, plain, rtol=1e-5, atol=1e-5)
 
 
+def test_queries_that_see_all_keys_of_another_number() -> None:
+    q, k, v, grad = rows(0, 3)[:, :5], rows(1, 3), rows(2, 3), rows(3, 3)[:, :5]
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    wanted = torch.softmax(inputs[0] @ inputs[1].transpose(1, 2) * SCALE, -1) @ inputs[2]
+    wanted_grads = torch.autograd.grad(wanted, inputs, grad)
+    for kernel, dtype, rounding in ((PlainKernel(), torch.float64, 1e-10), (FlashCpuKernel(), torch.float32, 1e-5)):
+        q_, k_, v_, grad_ = (x.to(dtype) for x in (q, k, v, grad))
+        out, log_sum = kernel.forward(q_, k_, v_, scale=SCALE, window=None, causal=False)
+        grads = kernel.backward(grad_, q_, k_, v_, out, log_sum, scale=SCALE, window=None, causal=False)
+        for found, expected in zip((out, *grads), (wanted, *wanted_grads), strict=True):
+            torch.testing.assert_close(found.double(), expected, rtol=rounding, atol=rounding)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_cuda_kernel_is_the_plain_one() -> None:

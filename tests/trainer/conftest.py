@@ -1,10 +1,14 @@
 """Real tiny targets run over random and over determined text, and trainers over the caches they make.
 
-Also loaded by ``test_two_ranks.py``'s processes, through the path of this file.
+Also loaded by the processes of ``child.py``, through the path of this file.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +35,20 @@ from mtp_train.trainer.metrics import WandbSettings
 from mtp_train.trainer.module import make_accelerator
 from mtp_train.trainer.objective import Objective, Term
 from mtp_train.trainer.optim import OptimizerSettings, Schedule
+from mtp_train.trainer.parallel import ParallelSettings
 from mtp_train.trainer.settings import LoopSettings
 from mtp_train.trainer.state import HeadFile
 
 NORMS_ON = {"embed": True, "hidden": True, "input": True, "output": True, "feedback": True}
 COPY_VOCABULARY = 48
+
+# Tests are imported by path (importmode=importlib), so a module beside them has to be loaded by hand, once.
+_NAME = "processes"
+if _NAME not in sys.modules:
+    _spec = importlib.util.spec_from_file_location(_NAME, Path(__file__).with_name(f"{_NAME}.py"))
+    assert _spec is not None and _spec.loader is not None
+    sys.modules[_NAME] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules[_NAME])
 
 
 def write_copy_target(path: Path) -> torch.Tensor:
@@ -70,8 +83,22 @@ def write_copy_target(path: Path) -> torch.Tensor:
     return follows_V
 
 
-def write_cache(path: Path, *, target: Path, texts: Sequence[torch.Tensor], answer_from: int, top_k: int | None) -> Path:
-    """Run a target over texts as transformers does, in float32, and keep what precompute keeps."""
+def write_odd_target(path: Path) -> Path:
+    """A random Llama whose layer no even number of processes shares evenly: 67 rows in two of its matrices."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 67, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        LlamaForCausalLM(LlamaConfig(vocab_size=320, initializer_range=0.2, tie_word_embeddings=False, **sizes)).save_pretrained(path)
+    return path
+
+
+def write_cache(
+    path: Path, *, target: Path, texts: Sequence[torch.Tensor], answer_from: int, top_k: int | None, silent: Sequence[int] = ()
+) -> Path:
+    """Run a target over texts as transformers does, in float32, and keep what precompute keeps. Texts numbered in ``silent``
+    have no token of the target's own."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
@@ -80,7 +107,7 @@ def write_cache(path: Path, *, target: Path, texts: Sequence[torch.Tensor], answ
         with torch.no_grad():
             hidden_TD = model.model(text_T[None]).last_hidden_state[0]
             logits_TV = model.lm_head(hidden_TD)
-        mask_T = torch.arange(len(text_T)) >= answer_from
+        mask_T = (torch.arange(len(text_T)) >= answer_from) & (number not in silent)
         teacher = None
         if top_k is not None:
             rows = teacher_rows(mask_T)
@@ -142,6 +169,12 @@ class Recipe:
     best_by: str = "agreement"
     validation_fraction: float = 0.2
     wandb_mode: str = "disabled"
+    parallel: str = "ddp"
+    context: int = 1
+    rule: str = "adamw"
+    clip_norm: float | None = 1.0
+    recompute: bool = False
+    profile: bool = False
     losses: tuple[tuple[str, float, Loss], ...] = (("topk_kl", 1.0, TopkKl()), ("hidden_l1", 0.5, HiddenL1()))
 
     def head(self) -> Mtp:
@@ -158,6 +191,8 @@ class Recipe:
 
     def trainer(self, out: Path, *, head: Mtp | None = None, on_validate: OnValidate | None = None) -> Trainer:
         head = head or self.head()
+        if self.recompute:
+            head.recompute_activations(depths=self.draft_steps > 1)
         train, held_out = split(CacheReader(self.cache, verify="first_read"), fraction=self.validation_fraction, seed=0)
         plan = DataPlan(
             lengths=train.lengths,
@@ -192,8 +227,12 @@ class Recipe:
                 best_by=self.best_by,
                 final=self.final,
                 max_prefetch=2,
+                profile=self.profile,
             ),
-            optimizer=OptimizerSettings(rule="adamw", lr=self.lr, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01, clip_norm=1.0),
+            parallel=ParallelSettings(mode=self.parallel, context=self.context),
+            optimizer=OptimizerSettings(
+                rule=self.rule, lr=self.lr, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01, clip_norm=self.clip_norm
+            ),
             schedule=Schedule(kind="cosine", warmup_steps=self.warmup_steps, min_ratio=0.1),
             out=out,
             head_file=HeadFile(config=head.draft_config(), target={"name": "tiny"}, made_by={"test": True}),
@@ -201,6 +240,16 @@ class Recipe:
             wandb=WandbSettings(mode=self.wandb_mode, project="mtp-train-tests", name=None),
             on_validate=on_validate,
         )
+
+
+def stop_after(step: int, number: int = signal.SIGTERM) -> OnValidate:
+    """An on_validate that asks the run to end, as a scheduler would."""
+
+    def hook(done: int, folder: Path) -> None:
+        if done == step:
+            os.kill(os.getpid(), number)
+
+    return hook
 
 
 @pytest.fixture(scope="session")
@@ -230,3 +279,9 @@ def copy_recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
         texts.append(torch.tensor(text))
     cache = write_cache(folder / "cache", target=folder / "target", texts=texts, answer_from=1, top_k=8)
     return Recipe(target=folder / "target", cache=cache)
+
+
+@pytest.fixture(scope="session")
+def recipes() -> Any:
+    """This module, for tests that make recipes of their own."""
+    return sys.modules[__name__]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -18,36 +17,35 @@ from mtp_train.loss.base import Loss, LossChunk, Need
 from mtp_train.loss.forward_kl import ForwardKl
 from mtp_train.loss.total_variation import TotalVariation
 from mtp_train.trainer.metrics import read_metrics
-from mtp_train.trainer.state import complete_steps
+from mtp_train.trainer.state import StateReader, complete_steps
 
 
 def lines_without_time(out: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key != "tokens_per_s"} for line in read_metrics(out / "metrics.jsonl")]
 
 
-def stop_after(step: int) -> Any:
-    """An on_validate that asks the run to end, as a scheduler would."""
-
-    def hook(done: int, folder: Path) -> None:
-        if done == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    return hook
-
-
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(recipe: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "status", "rule"), [(signal.SIGTERM, 143, "adamw"), (signal.SIGUSR1, 75, "muon"), (signal.SIGINT, 130, "adamw")]
+)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
+    recipe: Any, recipes: Any, tmp_path: Path, number: int, status: int, rule: str
+) -> None:
+    recipe = replace(recipe, rule=rule)
     recipe.trainer(tmp_path / "whole").run()
     recipe = replace(recipe, num_steps=10)
     with pytest.raises(SystemExit) as ended:  # the signal comes in the validation after step 5: step 6 is done, then saved
-        recipe.trainer(tmp_path / "parts", on_validate=stop_after(5)).run()
-    assert ended.value.code == 128 + signal.SIGTERM
+        recipe.trainer(tmp_path / "parts", on_validate=recipes.stop_after(5, number)).run()
+    assert ended.value.code == status
+    said = json.loads((tmp_path / "parts" / "interrupted.json").read_text())
+    assert said == {"signal": signal.Signals(number).name, "step": 6, "exit_status": status}
     assert complete_steps(tmp_path / "parts") == [5, 6]
     torch.manual_seed(123)  # whatever the new process's generators hold
     recipe.trainer(tmp_path / "parts").run()
-    for name in ("head.safetensors", "step-000010/optimizer.safetensors"):
+    assert not (tmp_path / "parts" / "interrupted.json").exists()
+    for name in ("head.safetensors", "step-000010/shard-00000-of-00001.safetensors"):
         whole, parts = load_file(tmp_path / "whole" / name), load_file(tmp_path / "parts" / name)
         assert whole.keys() == parts.keys()
-        assert all(torch.equal(whole[key], parts[key]) for key in whole)
+        assert all(torch.equal(whole[key], parts[key]) for key in whole if not key.startswith("random/"))
     assert lines_without_time(tmp_path / "whole") == lines_without_time(tmp_path / "parts")
 
 
@@ -176,7 +174,7 @@ def test_states_are_kept_by_age_and_merit(recipe: Any, tmp_path: Path) -> None:
     assert best == max(agreement, key=lambda step: (sum(agreement[step]), -step))
     assert complete_steps(tmp_path) == sorted({best, 10})
     assert made_by["step"] == best
-    final, kept = read_head_tensors(tmp_path), read_head_tensors(tmp_path / f"step-{best:06d}")
+    final, kept = read_head_tensors(tmp_path), StateReader(tmp_path / f"step-{best:06d}").weights()
     assert all(torch.equal(final[name], kept[name]) for name in final)
 
 
@@ -256,3 +254,10 @@ def test_metrics_are_json_lines(recipe: Any, tmp_path: Path) -> None:
     text = (tmp_path / "metrics.jsonl").read_text()
     for line in text.splitlines():
         json.loads(line, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
+
+
+def test_a_profiled_run_leaves_a_trace_of_its_steps(recipe: Any, tmp_path: Path) -> None:
+    replace(recipe, num_steps=7, validation_fraction=0.0, validate_every=None, save_every=None, profile=True).trainer(tmp_path).run()
+    names = [event["name"] for event in json.loads((tmp_path / "profile" / "rank-0.json").read_text())["traceEvents"]]
+    assert {name for name in names if name.startswith("ProfilerStep#")} == {f"ProfilerStep#{number}" for number in (3, 4, 5)}
+    assert any(name == "aten::linear" for name in names)

@@ -1,112 +1,114 @@
-"""A training's state on disk: whole or absent, checked when read, refused under other settings."""
+"""A training's state on disk: whole or absent, checked when read, shared out anew at will, refused under other settings."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-from mtp_train.trainer.optim import OptimizerSettings, Rule, build_optimizer
 from mtp_train.trainer.state import (
-    HeadFile,
-    State,
+    Piece,
+    Position,
+    StateReader,
+    begin_state,
     check_continues,
     check_settings,
     complete_steps,
-    load_optimizer_tensors,
-    optimizer_tensors,
+    finish_state,
+    folder_name,
     prune,
-    read_state,
-    write_state,
+    write_shard,
 )
 
-HEAD = HeadFile(
-    config={"head": "mtp", "method": "mtp", "hidden_state": "post_norm", "settings": {}}, target={"target_name": "t"}, made_by={}
-)
-ADAM = OptimizerSettings(rule="adamw", lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.5, clip_norm=None)
+SHAPES = {"matrix": (3, 4), "norm": (5,)}
+WEIGHTS = {name: torch.arange(float(torch.Size(shape).numel())) for name, shape in SHAPES.items()}
+SETTINGS = {"optimizer": {"lr": 0.1}, "seed": 0}
 
 
-def state(step: int) -> State:
-    weights = {"w": torch.full((2, 2), float(step))}
-    settings = {"optimizer": {"lr": 0.1}, "seed": 0}
-    random = {"rank0.cpu": torch.get_rng_state()}
-    return State(
-        step=step, weights=weights, optimizer={"w/step": torch.tensor(3.0)}, random=random, settings=settings, counters={"tokens": 7}
-    )
+def position(step: int) -> Position:
+    return Position(step=step, shapes=dict(SHAPES), settings=SETTINGS, counters={"tokens": 7})
 
 
-def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
-    path = write_state(tmp_path, state(3), head=HEAD)
-    assert path.name == "step-000003"
-    back = read_state(path)
-    assert (back.step, back.settings, back.counters) == (3, state(3).settings, {"tokens": 7})
-    for name in ("weights", "optimizer", "random"):
-        mine, theirs = getattr(state(3), name), getattr(back, name)
-        assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
+def cut(name: str, start: int, stop: int) -> Piece:
+    weight = WEIGHTS[name][start:stop]
+    return Piece(start=start, tensors={"weight": weight, "exp_avg": weight * 10, "step": torch.tensor(3.0)})
+
+
+def write(folder: Path, step: int) -> Path:
+    """Three processes: the first holds most of the matrix, the second its end and a part of the norm, the last nothing."""
+    temporary = begin_state(folder, step)
+    held = [{"matrix": cut("matrix", 0, 7), "norm": cut("norm", 3, 5)}, {"matrix": cut("matrix", 7, 12), "norm": cut("norm", 0, 3)}, {}]
+    shards = [
+        write_shard(temporary, rank=rank, num_processes=3, pieces=pieces, random={"cpu": torch.tensor([rank])})
+        for rank, pieces in enumerate(held)
+    ]
+    return finish_state(temporary, position(step), shards)
+
+
+def test_any_stretch_comes_back_whoever_wrote_it(tmp_path: Path) -> None:
+    path = write(tmp_path, 3)
+    assert path == tmp_path / folder_name(3) == tmp_path / "step-000003"
+    state = StateReader(path)
+    state.verify()
+    assert state.position == position(3)
+    assert state.entries("matrix") == ["exp_avg", "step", "weight"]
+    for name, whole in WEIGHTS.items():
+        for start in range(len(whole) + 1):
+            for stop in range(start, len(whole) + 1):
+                assert torch.equal(state.read(name, "weight", start=start, stop=stop), whole[start:stop])
+                assert torch.equal(state.read(name, "exp_avg", start=start, stop=stop), 10 * whole[start:stop])
+        assert torch.equal(state.weights()[name], whole.view(SHAPES[name]))
+    assert torch.equal(state.read("norm", "step", start=1, stop=2), torch.tensor(3.0))
+    ranks = [state.random(rank) for rank in range(4)]
+    assert ranks[3] is None and [int(held["cpu"]) for held in ranks[:3] if held is not None] == [0, 1, 2]
+    with pytest.raises(ValueError, match="of another head"):
+        state.entries("other")
 
 
 def test_only_whole_states_count_and_leftovers_go(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4, 5):
-        write_state(tmp_path, state(step), head=HEAD)
+        write(tmp_path, step)
     (tmp_path / "step-000005" / "state.json").unlink()  # killed while it was deleted
-    (tmp_path / ".step-000006.tmp").mkdir()  # killed while it was written
+    begin_state(tmp_path, 6)  # killed while it was written
     (tmp_path / "step-000007.bak").mkdir()  # somebody's own
     assert complete_steps(tmp_path) == [1, 2, 3, 4]
     prune(tmp_path, keep_last=2, keep={1})
-    assert complete_steps(tmp_path) == [1, 3, 4]
-    assert not (tmp_path / ".step-000006.tmp").exists() and (tmp_path / "step-000007.bak").exists()
-    write_state(tmp_path, state(5), head=HEAD)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-000001", "step-000003", "step-000004", "step-000007.bak"]
+    write(tmp_path, 5)
     assert complete_steps(tmp_path) == [1, 3, 4, 5]
 
 
-@pytest.mark.parametrize("name", ["head.safetensors", "optimizer.safetensors", "random.safetensors"])
-def test_a_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
-    path = write_state(tmp_path, state(1), head=HEAD)
-    content = bytearray((path / name).read_bytes())
+def test_a_state_is_not_finished_without_all_shards(tmp_path: Path) -> None:
+    temporary = begin_state(tmp_path, 1)
+    shards = [write_shard(temporary, rank=rank, num_processes=2, pieces={}, random={"cpu": torch.zeros(1)}) for rank in (0, 1)]
+    (temporary / shards[1].name).unlink()  # it lies on the other machine's disk
+    with pytest.raises(ValueError, match="where all machines see it"):
+        finish_state(temporary, position(1), shards)
+    assert complete_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_flipped_bit_is_found_by_the_process_that_checks_the_shard(tmp_path: Path, number: int) -> None:
+    path = write(tmp_path, 1)
+    shard = sorted(path.glob("*.safetensors"))[number]
+    content = bytearray(shard.read_bytes())
     content[-1] ^= 1
-    (path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"{name}: expected sha256"):
-        read_state(path)
+    shard.write_bytes(content)
+    state = StateReader(path)
+    for rank in (0, 1):
+        if number % 2 == rank:
+            with pytest.raises(ValueError, match=f"{shard.name}: expected sha256"):
+                state.verify(rank=rank, num_processes=2)
+        else:
+            state.verify(rank=rank, num_processes=2)
 
 
 def test_other_settings_are_named_with_both_values(tmp_path: Path) -> None:
-    write_state(tmp_path, state(1), head=HEAD)
-    check_continues(tmp_path, state(1).settings)
+    write(tmp_path, 1)
+    check_continues(tmp_path, SETTINGS)
     check_continues(tmp_path / "nothing there", {"seed": 9})
     with pytest.raises(ValueError, match=r"optimizer\.lr: begun with 0\.1, now 0\.2\n  seed: begun with 0, now 'nothing'"):
         check_continues(tmp_path, {"optimizer": {"lr": 0.2}})
     with pytest.raises(ValueError, match="extra: begun with 'nothing', now 1"):
         check_settings({"extra": 1}, {}, where=tmp_path)
-
-
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.matrix = nn.Parameter(torch.ones(2, 2))
-        self.norm = nn.Parameter(torch.ones(2))
-
-    def step(self, optimizer: torch.optim.Optimizer, size: float) -> None:
-        for parameter in self.parameters():
-            parameter.grad = torch.full_like(parameter, size)
-        optimizer.step()
-
-
-def named(model: nn.Module) -> dict[nn.Parameter, str]:
-    return {parameter: name for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.parametrize("rule", ["adamw", "muon"])
-def test_an_optimizer_goes_on_from_its_tensors(rule: Rule) -> None:
-    one, two = Two(), Two()
-    first, second = (build_optimizer(model, replace(ADAM, rule=rule)) for model in (one, two))
-    one.step(first, 1.0)
-    two.load_state_dict(one.state_dict())
-    load_optimizer_tensors(second, named(two), {key: tensor.clone() for key, tensor in optimizer_tensors(first, named(one)).items()})
-    one.step(first, -3.0)
-    two.step(second, -3.0)
-    assert torch.equal(one.matrix, two.matrix) and torch.equal(one.norm, two.norm)
-    with pytest.raises(ValueError, match="of another head"):
-        load_optimizer_tensors(second, named(two), {"other/step": torch.zeros(())})

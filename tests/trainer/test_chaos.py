@@ -1,0 +1,50 @@
+"""kill -9 at any moment, again and again: the run ends as the one that was not killed (tools/chaos.py does it twenty times)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+
+from mtp_train.trainer.chaos import MOMENTS, differences, harass
+from mtp_train.trainer.state import complete_steps
+
+
+@pytest.mark.parametrize(("mode", "num_ranks", "num_kills"), [("single", 1, 4), ("fsdp2", 2, 3)])
+def test_a_killed_run_ends_as_the_one_that_was_not(recipe: Any, tmp_path: Path, mode: str, num_ranks: int, num_kills: int) -> None:
+    # Many small states: a kill falls on one in three steps' saving.
+    recipe = replace(recipe, num_steps=40, packs_per_step=2, save_every=2, validate_every=9, log_every=1, keep_last=2, parallel=mode)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert processes.Ranks([processes.run_of(recipe, whole)], num_ranks=num_ranks, logs=tmp_path).wait() == [0] * num_ranks
+    kills = harass(
+        lambda: processes.Ranks([processes.run_of(recipe, killed)], num_ranks=num_ranks, logs=tmp_path),
+        out=killed,
+        num_kills=num_kills,
+        seed=1,
+    )
+    assert [kill.moment for kill in kills] == list(MOMENTS[:num_kills])
+    assert kills[-1].saved_step > 0, "none came after a state was saved"
+    assert not differences(whole, killed)
+    assert complete_steps(killed) == complete_steps(whole)
+
+
+def test_differences_are_found(recipe: Any, tmp_path: Path) -> None:
+    recipe = replace(recipe, num_steps=2, validate_every=None, save_every=None)
+    for name, changes in (("one", {}), ("same", {}), ("other", {"lr": 2e-2})):
+        replace(recipe, **changes).trainer(tmp_path / name).run()
+    assert not differences(tmp_path / "one", tmp_path / "same")
+    found = differences(tmp_path / "one", tmp_path / "other")
+    assert "head.safetensors: other bytes" in found and len(found) > 1
+    (tmp_path / "same" / ".step-000001.tmp").mkdir()
+    assert differences(tmp_path / "one", tmp_path / "same") == [f"{tmp_path / 'same' / '.step-000001.tmp'}: left over"]
+
+
+def test_a_training_that_fails_by_itself_is_an_error(recipe: Any, tmp_path: Path) -> None:
+    recipe = replace(recipe, num_steps=2, validate_every=None, save_every=None)
+    recipe.trainer(tmp_path / "out").run()
+    other = processes.run_of(replace(recipe, lr=0.5), tmp_path / "out")
+    with pytest.raises(RuntimeError, match="found exit status 1"):
+        harass(lambda: processes.Ranks([other], num_ranks=1, logs=tmp_path), out=tmp_path / "out", num_kills=0, seed=0)
