@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mtp_train.acceptance.verify import request_generator
-from mtp_train.decoding.chain import Chain
 from mtp_train.engine.base import (
     Baseline,
     Engine,
@@ -25,9 +24,8 @@ from mtp_train.engine.stop import stop_token_ids
 from mtp_train.engine.vllm_prefill import prefill_groups
 from mtp_train.engine.vllm_process import VllmPool
 from mtp_train.engine.vllm_settings import VllmSettings
-from mtp_train.engine.vllm_speculate import acceptance
+from mtp_train.engine.vllm_speculate import acceptance, served_for
 from mtp_train.engine.vllm_trace import DraftRows, read_trace
-from mtp_train.exporter.served import read_served
 from mtp_train.records import Acceptance, Response, Sample
 from mtp_train.runtime import progress
 
@@ -223,11 +221,7 @@ class VllmEngine(Engine):
     def _speculate(
         self, requests: Sequence[SpeculateRequest], draft: Path | None, settings: SpeculateSettings, *, tap_draft: bool
     ) -> tuple[Acceptance, list[DraftRows]]:
-        if not isinstance(settings.decoding, Chain) or draft is None:
-            raise NotImplementedError(f"engine=vllm drafts chains with a head; decoding={settings.decoding.word} is measured by engine=hf")
-        if not settings.decoding.refresh:
-            raise NotImplementedError("engine=vllm always runs the head again over accepted tokens; refresh=false is measured by engine=hf")
-        served = read_served(draft)
+        served = served_for(settings.decoding, draft, target_path=self.settings.target_path)
         llm = self.settings.speculate_llm(served, settings)
         decoded = self._decode(requests, settings, llm, tap_draft=tap_draft)
         measured = acceptance(

@@ -1,4 +1,4 @@
-"""Turns what vLLM counted per request and step into acceptance records, and checks it against vLLM's own totals."""
+"""How vLLM is told to draft, and what it counted per request and step as acceptance records, checked against its own totals."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from mtp_train.acceptance.tally import Tally
+from mtp_train.decoding.base import Decoding
+from mtp_train.decoding.chain import Chain
+from mtp_train.decoding.prompt_lookup import PromptLookup
 from mtp_train.engine.base import SpeculateRequest, SpeculateSettings
-from mtp_train.exporter.served import Served, write_served
+from mtp_train.exporter.served import Served, read_served
 from mtp_train.records import Acceptance, PromptAcceptance
 
 
@@ -34,7 +37,8 @@ def acceptance(
     _check(by_id, counters)
     return Acceptance(
         prompts=tuple(prompt_acceptance(request, by_id[request.prompt_id], settings) for request in requests),
-        scheme="chain",
+        scheme=settings.decoding.shape,
+        decoding=settings.decoding.word,
         num_speculative_tokens=settings.num_speculative_tokens,
         temperature=settings.sampling.temperature,
         draft_sampling=settings.draft_sampling,
@@ -55,52 +59,41 @@ def acceptance(
     )
 
 
-def serve_prompt_lookup(folder: Path, *, target_path: Path, shortest_match: int, longest_match: int) -> Path:
-    """Write the served folder of a scheme that has no weights: vLLM's ngram, which drafts what followed the last place where
-    the text's last ``shortest_match`` to ``longest_match`` tokens stood before. Returns the folder, for ``speculate``."""
-    config = {"method": "ngram", "prompt_lookup_min": shortest_match, "prompt_lookup_max": longest_match}
-    return _serve(folder, target_path, config)
+def served_for(decoding: Decoding, draft: Path | None, *, target_path: Path) -> Served:
+    """How vLLM runs a scheme: chains with a head from its served folder, prompt lookup by its own method ngram.
 
-
-def serve_draft_model(folder: Path, *, target_path: Path, model_path: Path) -> Path:
-    """Write the served folder of a whole small model as the draft; its token ids must be the target's."""
-    return _serve(folder, target_path, {"method": "draft_model", "model": str(model_path)})
-
-
-def _serve(folder: Path, target_path: Path, speculative_config: dict[str, Any]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    served = Served(
-        class_name=speculative_config["method"],
-        speculative_config=speculative_config,
-        hf_overrides=None,
-        plugin=None,
-        target_path=str(target_path),
-    )
-    write_served(folder, served)
-    return folder
+    Errors: NotImplementedError for schemes that vLLM does not serve; ValueError where ``draft`` is no served folder.
+    """
+    if isinstance(decoding, PromptLookup):
+        config = {"method": "ngram", "prompt_lookup_min": decoding.min_ngram, "prompt_lookup_max": decoding.max_ngram}
+        return Served(class_name="ngram", speculative_config=config, hf_overrides=None, plugin=None, target_path=str(target_path))
+    if not isinstance(decoding, Chain):
+        raise NotImplementedError(f"engine=vllm drafts chains; decoding={decoding.word} is measured by engine=hf")
+    if not decoding.refresh:
+        raise NotImplementedError("engine=vllm always runs the head again over accepted tokens; refresh=false is measured by engine=hf")
+    assert draft is not None, "chains need a head"
+    return read_served(draft)
 
 
 def prompt_acceptance(request: SpeculateRequest, answer: Mapping[str, Any], settings: SpeculateSettings) -> PromptAcceptance:
     """Count one answer's verifications by the rules that the reference decoder and the estimate use.
 
-    ``emitted_per_step`` are all steps, ``drafted_per_step`` and ``accepted_per_step`` those that verified drafts; a method
-    may draft nothing at a step (ngram without a match). A step of one token and a verification that accepted nothing
-    look alike and count alike, so the next verification of which that may be said is taken to be it.
+    ``emitted_per_step`` are all steps and ``verifications_up_to_step`` the verifications until then, since a method may draft
+    nothing at a step (ngram without a match); ``drafted_per_step`` and ``accepted_per_step`` are of the verifications alone.
     """
     tally = Tally(num_speculative_tokens=settings.num_speculative_tokens)
-    tally.first_token()
     records = deque(zip(answer["drafted_per_step"], answer["accepted_per_step"], strict=True))
-    steps, emitted = answer["emitted_per_step"], answer["emitted_per_step"][0]
-    assert emitted == 1, f"{request.prompt_id}: the first step emits the token that the prefill gives"
-    for index, num_kept in enumerate(steps[1:], start=1):
-        last = index == len(steps) - 1
-        if records and (num_kept > 1 or records[0][1] == 0 or last):
+    emitted, verified = 0, 0
+    for num_kept, num_verifications in zip(answer["emitted_per_step"], answer["verifications_up_to_step"], strict=True):
+        assert num_verifications - verified <= 1, f"{request.prompt_id}: one verification a step"
+        if num_verifications > verified:
             num_drafted, num_accepted = records.popleft()
             num_drafted = min(num_drafted, settings.sampling.max_new_tokens - emitted)
             tally.verification(num_drafted=num_drafted, num_accepted=min(num_accepted, num_drafted), num_kept=num_kept)
         else:
+            assert num_kept == 1, f"{request.prompt_id}: {num_kept} tokens of a step that verified nothing"
             tally.first_token()
-        emitted += num_kept
+        emitted, verified = emitted + num_kept, num_verifications
     assert not records, f"{request.prompt_id}: {len(records)} verifications that no step emitted"
     return tally.result(
         prompt_id=request.prompt_id, category=request.category, num_prompt_tokens=len(request.token_ids), token_ids=answer["token_ids"]

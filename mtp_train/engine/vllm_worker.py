@@ -56,7 +56,8 @@ class _Server:
         self.llm = LLM(**spec["llm"])
         self.engine = self.llm.llm_engine
         self.waiting: dict[str, dict[str, Any]] = {}
-        self.written: dict[str, list[list[int]]] = {}
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
+        self.written: dict[str, list[tuple[list[int], int]]] = {}
         if spec["target_layer_ids"] is not None:
             self._call("mtp_train_tap_target", spec["target_layer_ids"])
         if spec["tap_draft"]:
@@ -80,9 +81,15 @@ class _Server:
 
     def _step(self) -> None:
         for output in self.engine.step():
-            self.written.setdefault(output.request_id, []).append(list(output.outputs[0].token_ids))
+            self.written.setdefault(output.request_id, []).append((list(output.outputs[0].token_ids), self._num_verifications(output)))
             if output.finished:
                 self._answer(output)
+
+    def _num_verifications(self, output: Any) -> int:
+        """How often this request's drafts have been verified so far: vLLM's own record, which it hands out at the end only."""
+        request = self.scheduler.requests.get(output.request_id)
+        metrics = output.outputs[0].spec_decode_metrics if output.finished or request is None else request.spec_decode_metrics
+        return 0 if metrics is None else len(metrics.per_step_accepted)
 
     def _receive(self, message: dict[str, Any]) -> None:
         if message["kind"] == "take_draft":
@@ -109,12 +116,14 @@ class _Server:
 
     def _answer(self, output: Any) -> None:
         request = self.waiting.pop(output.request_id)
-        completion, pieces = output.outputs[0], self.written.pop(output.request_id)
+        completion, steps = output.outputs[0], self.written.pop(output.request_id)
+        steps = [(tokens, num_verifications) for tokens, num_verifications in steps if tokens]
         answer: dict[str, Any] = {
             "kind": "answer",
             "request_id": output.request_id,
-            "token_ids": [token for piece in pieces for token in piece],
-            "emitted_per_step": [len(piece) for piece in pieces if piece],
+            "token_ids": [token for tokens, _ in steps for token in tokens],
+            "emitted_per_step": [len(tokens) for tokens, _ in steps],
+            "verifications_up_to_step": [num_verifications for _, num_verifications in steps],
             "finish_reason": completion.finish_reason,
         }
         metrics = completion.spec_decode_metrics

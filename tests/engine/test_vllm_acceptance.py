@@ -10,11 +10,12 @@ import torch
 import vllm_for_tests as own
 
 from mtp_train.acceptance.report_data import Measurement
-from mtp_train.engine.base import Sampling
+from mtp_train.decoding.prompt_lookup import PromptLookup
+from mtp_train.engine.base import Sampling, SpeculateRequest
 from mtp_train.engine.hf import HfEngine
 from mtp_train.engine.measure import decode
 from mtp_train.engine.vllm_repair import expand_batch_to_tokens
-from mtp_train.engine.vllm_speculate import serve_draft_model, serve_prompt_lookup
+from mtp_train.exporter.served import Served, write_served
 
 pytestmark = own.NEEDS_VLLM
 
@@ -66,25 +67,34 @@ def test_sampled_acceptance_is_the_reference_s(draft_sampling: str, vllm_target:
     assert 0.05 < second < 0.95
 
 
-@pytest.mark.parametrize("scheme", ["prompt_lookup", "draft_model"])
-def test_schemes_without_a_head_of_ours(scheme: str, vllm_target: Path, vllm_hf: HfEngine, tmp_path: Path) -> None:
-    """Prompt lookup drafts at some steps only; a draft model that is the target itself has every draft accepted."""
-    served = tmp_path / "served"
-    if scheme == "prompt_lookup":
-        serve_prompt_lookup(served, target_path=vllm_target, shortest_match=2, longest_match=4)
-    else:
-        serve_draft_model(served, target_path=vllm_target, model_path=vllm_target)
-    asked = [dataclasses.replace(r, token_ids=r.token_ids * 3) for r in own.requests(6)]
+def repeating(count: int) -> list[SpeculateRequest]:
+    """Prompts that say everything three times, so that looking up what followed finds something."""
+    return [dataclasses.replace(request, token_ids=request.token_ids * 3) for request in own.requests(count)]
+
+
+def test_prompt_lookup_is_the_reference_s(vllm_target: Path, vllm_hf: HfEngine) -> None:
+    """vLLM's ngram and our own lookup count the same, prompt by prompt, steps without a match among them."""
+    kept = own.settings(decoding=PromptLookup(num_speculative_tokens=3, max_ngram=4, min_ngram=2), ignore_eos=True, sampling=own.greedy(30))
+    measured = own.make_vllm(vllm_target, max_length_tokens=512).speculate(repeating(6), None, kept)
+    reference = vllm_hf.speculate(repeating(6), None, kept)
+    assert (measured.scheme, measured.decoding) == (reference.scheme, reference.decoding) == ("chain", "prompt_lookup")
+    for ours, theirs in zip(reference.prompts, measured.prompts, strict=True):
+        assert ours == theirs
+    assert 0 < measured.num_drafts < sum(len(prompt.token_ids) - 1 for prompt in measured.prompts), "some steps draft nothing"
+    assert "ngram" in measured.notes["serve"]
+
+
+def test_a_draft_model_that_is_the_target_has_every_draft_accepted(vllm_target: Path, vllm_hf: HfEngine, tmp_path: Path) -> None:
+    config = {"method": "draft_model", "model": str(vllm_target)}
+    served = Served(class_name="draft_model", speculative_config=config, hf_overrides=None, plugin=None, target_path=str(vllm_target))
+    write_served(tmp_path, served)
     kept = own.settings(ignore_eos=True, sampling=own.greedy(30))
-    measured = own.make_vllm(vllm_target, max_length_tokens=512).speculate(asked, served, kept)
-    plain = vllm_hf.baseline(asked, kept).token_ids
+    measured = own.make_vllm(vllm_target, max_length_tokens=512).speculate(repeating(6), tmp_path, kept)
+    plain = vllm_hf.baseline(repeating(6), kept).token_ids
     for prompt in measured.prompts:
         assert prompt.token_ids == plain[prompt.prompt_id]
         assert sum(prompt.accepted) == prompt.num_accepted and prompt.num_drafts <= prompt.num_drafted_per_position[0] <= 29
-    if scheme == "draft_model":
-        assert measured.rate_per_position()[0] == 1.0 and measured.acceptance_length() > 3.5
-    else:
-        assert 0 < measured.num_drafts < sum(len(ids) - 1 for ids in plain.values()), "some steps draft nothing"
+    assert measured.rate_per_position()[0] == 1.0 and measured.acceptance_length() > 3.5
 
 
 def test_repaired_expansion_is_per_row() -> None:

@@ -1,4 +1,4 @@
-"""regenerate and precompute with engine=vllm through the command line: results, kill -9 and a full disk midway, nothing left over."""
+"""The verbs with engine=vllm through the command line: results, kill -9 and a full disk midway, nothing left over, the report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,19 @@ pytestmark = [*own.NEEDS_VLLM, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ["dtype=float32", "batch_size=4", "enforce_eager=true", "cpu_kv_cache_gib=1", "cpu_threads=1", "max_prefill_tokens=96"]
-STAGES = {"regenerate": ["sampling.max_new_tokens=12"], "precompute": ["codec=float32", "top_k=8", "shard_tokens=128"]}
+STAGES = {
+    "regenerate": ["prompt=file", "sampling.max_new_tokens=12"],
+    "precompute": ["prompt=file", "codec=float32", "top_k=8", "shard_tokens=128"],
+    "train": ["num_steps=4", "tokens_per_pack=256", "checkpoint.every=4", "validation.every=4", "validation.fraction=0.2"],
+    "evaluate": [
+        "benchmark@prompt_sets.project=file",
+        "ways.greedy.prompt_sets=[project]",
+        "~ways.sampled",
+        "decoding.num_speculative_tokens=3",
+        "max_new_tokens=10",
+        "identity.num_prompts=0",
+    ],
+}
 # Runs a stage; at the n-th call of a method it kills itself, or may from then on write no file longer than some bytes: the
 # shard does not fit, as on a full disk.
 AT_CALL = """
@@ -53,24 +65,20 @@ class Run:
         rows = [{"prompt": f"{words[i % 10]} {words[(3 * i) % 10]} {i}?"} for i in range(20)]
         self.prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
-    def words(self, stage: str, engine: str) -> list[str]:
-        settings = ENGINE if engine == "vllm" else ENGINE[:2]
-        target = ["target=local", f"target.path={self.target}", "target.name=tiny", f"run={self.folder}"]
-        return [
-            *target,
-            "prompt=file",
-            f"prompt.source=[{self.prompts}]",
-            f"engine={engine}",
-            *(f"engine.{s}" for s in settings),
-            *STAGES[stage],
-        ]
+    def words(self, stage: str, engine: str | None) -> list[str]:
+        found = ["target=local", f"target.path={self.target}", "target.name=tiny", f"run={self.folder}", *STAGES[stage]]
+        if engine is not None:
+            found += [f"engine={engine}", *(f"engine.{setting}" for setting in (ENGINE if engine == "vllm" else ENGINE[:2]))]
+        if stage in ("regenerate", "precompute"):
+            found.append(f"prompt.source=[{self.prompts}]")
+        return [*found, f"prompt_sets.project.source=[{self.prompts}]"] if stage == "evaluate" else found
 
     def _start(self, *command: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
 
-    def ok(self, stage: str, engine: str = "vllm") -> str:
-        done = self._start("-m", f"mtp_train.{stage}", *self.words(stage, engine))
+    def ok(self, stage: str, engine: str | None = "vllm", *words: str) -> str:
+        done = self._start("-m", f"mtp_train.{stage}", *self.words(stage, engine), *words)
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stderr
 
@@ -175,3 +183,25 @@ def test_the_cache_is_the_reference_engine_s(reference: Run, tmp_path: Path) -> 
             gap = (tensor.double() - theirs[key].double()).abs().max()
             # Log-probabilities are kept in float16: one step of it at their size.
             assert gap <= (0.01 if key == "teacher.log_probs" else 1e-4), (name, key, gap)
+
+
+def test_evaluate_exports_measures_and_says_how_to_serve(reference: Run) -> None:
+    """A head, and prompt lookup beside it, in one report: counts, plain decoding, the estimate, and every flag of the server."""
+    reference.ok("train", None)
+    reference.ok("evaluate")
+    reference.ok("evaluate", "vllm", "decoding=prompt_lookup", "ways.greedy.plain=false")
+    report = json.loads((reference.folder / "report" / "report.json").read_text(encoding="utf-8"))["data"]
+    assert [head["name"] for head in report["heads"]] == ["mtp", "prompt_lookup"]
+    head, estimate, lookup = report["measurements"]
+    assert [m["acceptance"]["measured_by"] for m in (head, estimate, lookup)] == ["vllm", "estimate", "vllm"]
+    assert [m["acceptance"]["decoding"] for m in (head, lookup)] == ["chain", "prompt_lookup"]
+    assert head["plain"]["num_tokens"] == sum(len(prompt["token_ids"]) for prompt in head["acceptance"]["prompts"])
+    counts = [[(p["num_drafts"], p["num_accepted_per_position"]) for p in m["acceptance"]["prompts"]] for m in (head, estimate)]
+    assert counts[0] == counts[1] and len(counts[0]) == 20
+    notes = head["acceptance"]["notes"]
+    assert notes["class"] == notes["draft_class"] == "MiMoMTP" and notes["attention"] and notes["version"].startswith("vllm ")
+    assert notes["flags"]["speculative_config"]["draft_sample_method"] == "greedy"
+    for flag in ("vllm serve", "--speculative-config", "--hf-overrides"):
+        assert flag in notes["serve"] and flag in (reference.folder / "report" / "index.html").read_text(encoding="utf-8")
+    assert "ngram" in lookup["acceptance"]["notes"]["serve"]
+    assert not list((reference.folder / "report").rglob(".vllm-*"))
