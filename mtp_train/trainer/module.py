@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 Precision = Literal["bf16", "fp32"]
+# All processes wait for the one that has the head measured (validation.decode), longer than NCCL's ten minutes; one that has
+# died ends the others through the launcher, not through this.
+_PATIENCE = timedelta(hours=3)
 Device = Literal["auto", "cpu"]
 
 
@@ -25,14 +29,15 @@ def make_accelerator(device: Device) -> Accelerator:
     Precision is not accelerate's business here: ``TrainingModule`` holds the one autocast, and the loop counts its own
     accumulation, since it divides by global row counts and not by packs.
     """
-    from accelerate import Accelerator, DistributedDataParallelKwargs
+    from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
     if device not in ("auto", "cpu"):
         raise ValueError(f"device: expected auto or cpu, found {device!r}")
     parallel = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    patience = InitProcessGroupKwargs(timeout=_PATIENCE)
     # Without an accelerator accelerate must be told, or it does not see the other processes, and each trains alone.
     cpu = device == "cpu" or not torch.accelerator.is_available() or torch.backends.mps.is_available()
-    return Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[parallel])
+    return Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[parallel, patience])
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import torch
 from torch import nn
 
+from mtp_train.head.base import Head
 from mtp_train.runtime import log
 from mtp_train.trainer.module import TrainingModule
 from mtp_train.trainer.optim import OptimizerSettings, build_optimizer
@@ -158,6 +159,15 @@ def check_elementwise(optimizer: torch.optim.Optimizer, mode: str) -> None:
         )
 
 
+def check_projection(head: Head, mode: str) -> None:
+    """ValueError where weights lie in shards that only a module's own forward puts together, and the objective needs them beyond."""
+    if mode == "zero3" and head.projection_parameters:
+        raise ValueError(
+            f"parallel=zero3: expected a head that speaks through the target's lm_head, found {head.word}, which has one of its own that "
+            "the losses differentiate by; choose parallel=zero2 or fsdp2"
+        )
+
+
 def make_parallel(
     settings: ParallelSettings,
     *,
@@ -183,5 +193,6 @@ def make_parallel(
         return Fsdp2(accelerator=accelerator, module=module, optimizer=optimizer)
     from mtp_train.trainer.zero import Zero
 
+    check_projection(module.head, mode)
     stage = int(mode.removeprefix("zero"))
     return Zero(accelerator=accelerator, module=module, optimizer=optimizer, stage=stage, packs_per_process=packs_per_process)

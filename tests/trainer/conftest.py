@@ -23,6 +23,7 @@ from mtp_train.cache.format import FORMAT_VERSION, CacheIdentity
 from mtp_train.cache.plan import PlannedSample, content_hash
 from mtp_train.cache.reader import CacheReader
 from mtp_train.cache.writer import CacheWriter
+from mtp_train.head.eagle3 import Eagle3
 from mtp_train.head.mtp import Mtp
 from mtp_train.loss.base import Loss
 from mtp_train.loss.hidden_l1 import HiddenL1
@@ -169,6 +170,7 @@ class Recipe:
     best_by: str = "agreement"
     validation_fraction: float = 0.2
     wandb_mode: str = "disabled"
+    word: str = "mtp"
     parallel: str = "ddp"
     context: int = 1
     rule: str = "adamw"
@@ -177,7 +179,18 @@ class Recipe:
     profile: bool = False
     losses: tuple[tuple[str, float, Loss], ...] = (("topk_kl", 1.0, TopkKl()), ("hidden_l1", 0.5, HiddenL1()))
 
-    def head(self) -> Mtp:
+    def head(self) -> Mtp | Eagle3:
+        if self.word == "eagle3":
+            return Eagle3(
+                target_path=self.target,
+                shared=read_shared(self.target),
+                target_layer_ids=[],
+                draft_vocab_size=101,
+                norms={"taps": False, "feedback": True},
+                init="random",
+                seed=0,
+                trust_remote_code=False,
+            )
         return Mtp(
             target_path=self.target,
             shared=read_shared(self.target),
@@ -189,7 +202,7 @@ class Recipe:
             trust_remote_code=False,
         )
 
-    def trainer(self, out: Path, *, head: Mtp | None = None, on_validate: OnValidate | None = None) -> Trainer:
+    def trainer(self, out: Path, *, head: Mtp | Eagle3 | None = None, on_validate: OnValidate | None = None) -> Trainer:
         head = head or self.head()
         if self.recompute:
             head.recompute_activations(depths=self.draft_steps > 1)

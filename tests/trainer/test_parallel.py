@@ -23,7 +23,7 @@ from mtp_train.checkpoint import read_head_tensors
 from mtp_train.trainer.data import split
 from mtp_train.trainer.metrics import read_metrics
 from mtp_train.trainer.optim import OptimizerSettings, build_optimizer
-from mtp_train.trainer.parallel import ParallelSettings, check_elementwise
+from mtp_train.trainer.parallel import ParallelSettings, check_elementwise, check_projection
 from mtp_train.trainer.state import StateReader, complete_steps
 
 pytestmark = pytest.mark.timeout(600)
@@ -51,7 +51,7 @@ def pair(recipes: Any, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     uneven = recipes.Recipe(**common, packs_per_step=3, tokens_per_pack=32, log_every=1)
     # One pack each: the two gradients are added in either order to the same sum, and nothing is clipped.
     exact = recipes.Recipe(**common, packs_per_step=2, tokens_per_pack=64, log_every=1, clip_norm=None)
-    muon = replace(exact, num_steps=2, rule="muon")
+    muon = replace(exact, num_steps=2, rule="muon", word="eagle3")  # whose lm_head is its own
     for name, recipe in (("exact", exact), ("uneven", uneven), ("muon", muon)):
         recipe.trainer(folder / f"{name}-single").run()
     with pytest.raises(SystemExit):
@@ -173,6 +173,14 @@ def test_muon_is_refused_where_matrices_are_cut_anywhere() -> None:
     settings = OptimizerSettings(rule="muon", lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, clip_norm=None)
     with pytest.raises(ValueError, match=r"parallel=zero2.*found MuonAdamW; set optimizer\.rule=adamw"):
         check_elementwise(build_optimizer(torch.nn.Linear(3, 3), settings), "zero2")
+
+
+def test_a_head_with_an_lm_head_of_its_own_is_refused_by_zero3_alone(pair: Pair) -> None:
+    check_projection(pair.exact.head(), "zero3")
+    head = replace(pair.exact, word="eagle3").head()
+    check_projection(head, "zero2")
+    with pytest.raises(ValueError, match=r"parallel=zero3.*found eagle3.*choose parallel=zero2 or fsdp2"):
+        check_projection(head, "zero3")
 
 
 @pytest.mark.parametrize("mode", MODES)
