@@ -66,9 +66,10 @@ _KINDS = {
     "tokens_per_pack": _COUNT,
     "evaluate.num_prompts": _COUNT,
     "top_k": int | None,
-    "target_layer_ids": list[int],
+    "target_layer_ids": list[int] | None,
     "losses": dict[str, float | dict[str, Any]],
     "optimizer.rule": str | None,
+    "hardware.usd_per_hour": float | None,
     "assume": dict[str, float],
 }
 

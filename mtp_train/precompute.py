@@ -79,7 +79,7 @@ def _missing(cfg: DictConfig, writer: CacheWriter) -> list[tuple[int, tuple[str,
     return list(writer.missing_shards(range(cfg.worker, writer.num_shards, cfg.num_workers)))
 
 
-@stage("precompute", kinds={"top_k": int | None, "target_layer_ids": list[int], "num_workers": int | None})
+@stage("precompute", kinds={"top_k": int | None, "target_layer_ids": list[int] | None, "num_workers": int | None})
 def main(cfg: DictConfig) -> None:
     target = open_target(cfg.target)
     chosen, counts = _responses(cfg, target)
