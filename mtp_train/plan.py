@@ -113,6 +113,8 @@ def main(cfg: DictConfig) -> None:
                 codec=cfg.codec,
                 mode=cfg.parallel.mode,
                 rule=cfg.optimizer.rule,
+                context=cfg.parallel.context,
+                recompute=cfg.checkpoint_activations,
                 precision=cfg.precision,
                 noise=cfg.noise_scale > 0,
                 batch_size=cfg.evaluate.batch_size,

@@ -12,6 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
+pytestmark = pytest.mark.timeout(900)  # on a machine that may be busy
+
 
 def plan(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mtp_train.plan", *words]

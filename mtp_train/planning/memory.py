@@ -9,10 +9,10 @@ from mtp_train.planning.live import COPIES
 from mtp_train.planning.sizes import HeadSizes
 from mtp_train.planning.step import ACTIVATIONS, BACKWARD, CHUNK, GRADIENTS, STEPPING, StepMemory
 from mtp_train.trainer.optim import Rule
+from mtp_train.trainer.zero import BUCKET_ELEMENTS
 
-# DeepSpeed's buffer of elements on their way to other processes, as trainer/zero.py sets it, and how many elements of gathered
-# weights it keeps for reuse at stage 3 (its own default, stage3_max_live_parameters).
-_BUCKET_ELEMENTS, _MAX_LIVE_ELEMENTS = 2**26, 10**9
+# Elements of gathered weights that DeepSpeed keeps for reuse at stage 3 (its own default, stage3_max_live_parameters).
+_MAX_LIVE_ELEMENTS = 10**9
 COMPLETE, STARTING = "gradients complete", "start from data"
 
 
@@ -77,7 +77,7 @@ def process_memory(
     if share.gathers:
         fixed["gathered weights"] = min(weights, 4 * _MAX_LIVE_ELEMENTS) if share.deepspeed else weights
     if share.deepspeed:
-        fixed["buckets"] = 4 * min(_BUCKET_ELEMENTS, head.weights.total)
+        fixed["buckets"] = 4 * min(BUCKET_ELEMENTS, head.weights.total)
     # Gradients of earlier packs, and DistributedDataParallel's buckets, whose views they are, are there from the start.
     early = packs_per_process > 1 or (mode == "ddp" and num_processes > 1)
     kept = spread((0 if share.gathers else share.gradients[0], share.gradients[1])) if early else 0

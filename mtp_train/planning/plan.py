@@ -64,6 +64,8 @@ class Asked:
     codec: str
     mode: str
     rule: Rule | None
+    context: int
+    recompute: bool
     precision: str
     noise: bool
     batch_size: int
@@ -116,6 +118,8 @@ def make_plan(
         raise ValueError(f"codec: expected one of {[row.codec for row in caches]}, found {asked.codec!r}")
     if asked.mode not in MODES:
         raise ValueError(f"parallel: expected one of {list(MODES)}, found {asked.mode!r}")
+    if asked.context < 1:
+        raise ValueError(f"parallel.context: expected at least 1, found {asked.context}")
     if asked.rule not in (None, *get_args(Rule)):
         raise ValueError(f"optimizer.rule: expected one of {get_args(Rule)}, or null, found {asked.rule!r}")
     modes = _mode_rows(target, head, make_head, objective, hardware, work, assume, asked, cache_bytes=cache.total_bytes)
@@ -194,7 +198,28 @@ def _mode_rows(
     *,
     cache_bytes: int,
 ) -> tuple[ModeRow, ...]:
-    shape = StepShape(
+    # Nobody computes a pack together with a single process.
+    steps = {c: measure_step(make_head, objective, _shape(target, hardware, work, asked, context=c)) for c in {1, asked.context}}
+    rows = []
+    for mode in MODES:
+        processes = 1 if mode == "single" else hardware.num_devices
+        context = 1 if mode == "single" else asked.context
+        step = steps[context]
+        packs = -(-work.packs_per_step // max(1, processes // context))
+        rule: Rule = "adamw" if MODES[mode].sharded else asked.rule or "muon"
+        memory = process_memory(step, head, mode=mode, rule=rule, num_processes=processes, packs_per_process=packs)
+        optimizer = step.optimizers[rule]
+        trained = train_work(
+            target, head, hardware, assume, work, mode=mode, optimizer=optimizer, recompute=asked.recompute, cache_bytes=cache_bytes
+        )
+        possible = asked.rule in (None, rule)
+        fits = possible and memory.total <= hardware.usable_bytes
+        rows.append(ModeRow(memory=memory, rule=rule, possible=possible, fits=fits, work=trained))
+    return tuple(rows)
+
+
+def _shape(target: TargetSizes, hardware: Hardware, work: Workload, asked: Asked, *, context: int) -> StepShape:
+    return StepShape(
         num_tokens=work.tokens_per_pack,
         answer_share=work.answer_share,
         hidden_size=target.hidden_size,
@@ -203,21 +228,10 @@ def _mode_rows(
         top_k=work.top_k,
         precision=asked.precision,
         noise=asked.noise,
+        recompute=asked.recompute,
+        context=context,
         device=hardware.kind,
     )
-    step = measure_step(make_head, objective, shape)
-    rows = []
-    for mode in MODES:
-        processes = 1 if mode == "single" else hardware.num_devices
-        packs = -(-work.packs_per_step // processes)
-        rule: Rule = "adamw" if MODES[mode].sharded else asked.rule or "muon"
-        memory = process_memory(step, head, mode=mode, rule=rule, num_processes=processes, packs_per_process=packs)
-        optimizer = step.optimizers[rule]
-        trained = train_work(target, head, hardware, assume, work, mode=mode, optimizer=optimizer, cache_bytes=cache_bytes)
-        possible = asked.rule in (None, rule)
-        fits = possible and memory.total <= hardware.usable_bytes
-        rows.append(ModeRow(memory=memory, rule=rule, possible=possible, fits=fits, work=trained))
-    return tuple(rows)
 
 
 def _problems(
@@ -241,9 +255,12 @@ def _problems(
         )
     mode = next(row for row in modes if row.memory.mode == asked.mode)
     processes = mode.memory.num_processes
-    if work.packs_per_step < processes:
+    if asked.context > 1 and processes % asked.context:
+        found.append(f"parallel.context: expected a divisor of the {processes} processes of parallel={asked.mode}, found {asked.context}")
+    elif work.packs_per_step < processes // asked.context:
         found.append(
-            f"packs_per_step: expected at least {processes}, one for each process, found {work.packs_per_step}; raise it, or train on fewer"
+            f"packs_per_step: expected at least {processes // asked.context}, one for each process or group of parallel.context, found "
+            f"{work.packs_per_step}; raise it, or train on fewer"
         )
     if not mode.possible:
         found.append(
@@ -253,7 +270,7 @@ def _problems(
     elif not mode.fits:
         largest, size = max(mode.memory.sources.items(), key=lambda item: item[1])
         others = [row.memory.mode for row in modes if row.fits]
-        remedy = f"choose one of {others}" if others else "lower tokens_per_pack or chunk_rows"
+        remedy = f"choose one of {others}" if others else "set checkpoint_activations=true, or lower tokens_per_pack or chunk_rows"
         found.append(
             f"parallel={asked.mode}: expected at most {show_bytes(hardware.usable_bytes)} per process, found "
             f"{show_bytes(mode.memory.total)} ({show_bytes(size)} of it {largest}); {remedy}"

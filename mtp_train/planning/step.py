@@ -7,7 +7,7 @@ they keep for the backward pass is counted as it is and not from a formula that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, get_args
 
@@ -18,6 +18,7 @@ from mtp_train.head.base import Head
 from mtp_train.head.eagle3 import Eagle3
 from mtp_train.head.pair import PairHead
 from mtp_train.loss.base import row_blocks
+from mtp_train.nn.context import ContextGroup, ContextShare
 from mtp_train.nn.experts import run_experts
 from mtp_train.planning.live import LiveBytes
 from mtp_train.planning.sizes import empty_shared
@@ -33,8 +34,9 @@ _EVEN = "mtp_train_even"  # experts whose rows nobody routed
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """What decides a step's memory: a pack of ``num_tokens``, of which ``answer_share`` count, on ``device`` (``cpu``, or ``gpu``,
-    where the softmax takes a chunk's rows together)."""
+    """What decides a step's memory: a pack of ``num_tokens``, of which ``answer_share`` count, computed by ``context`` processes
+    together, on ``device`` (``cpu``, or ``gpu``, where the softmax takes a chunk's rows together). ``recompute`` is
+    ``checkpoint_activations`` of train."""
 
     num_tokens: int
     answer_share: float
@@ -44,6 +46,8 @@ class StepShape:
     top_k: int | None
     precision: str
     noise: bool
+    recompute: bool
+    context: int
     device: str
 
     @property
@@ -52,6 +56,7 @@ class StepShape:
 
     @property
     def num_rows(self) -> int:
+        """Rows of the pack that count, over all who compute it."""
         return max(1, round(self.num_tokens * self.answer_share))
 
 
@@ -76,6 +81,13 @@ class StepMemory:
     start: int
     moments: dict[str, dict[str, int]]
     optimizers: dict[Rule, OptimizerStep]
+
+
+class _Alone(ContextShare):
+    """One process' rows of a pack where the others are not there: what it would gather from them has the size of its own."""
+
+    def gather(self, own_NTH: torch.Tensor) -> torch.Tensor:
+        return torch.cat([own_NTH] * len(self.counts), 1)[:, self.order_T]
 
 
 class _Watched:
@@ -103,8 +115,10 @@ def measure_step(make_head: Callable[[SharedWeights], Head], objective: Objectiv
     with FakeTensorMode():
         head = make_head(empty_shared(vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, tied=shape.tied, dtype=shape.dtype))
         _route_evenly(head)
+        if shape.recompute:
+            head.recompute_activations(depths=objective.draft_steps > 1)
         batch = _batch(shape, num_taps=len(head.target_layer_ids))
-        num_rows = min(objective.chunk_rows, shape.num_rows)
+        num_rows = min(objective.chunk_rows, -(-shape.num_rows // shape.context))
         if shape.device == "cpu":
             moments = _moments(head, objective, shape, batch, num_rows=num_rows)
         else:
@@ -196,7 +210,8 @@ def _route_evenly(head: Head) -> None:
 
 def _batch(shape: StepShape, *, num_taps: int) -> Batch:
     """A pack of one sample, as the cache and the loader give it: bfloat16 states, the layers that the head taps, the teacher's rows."""
-    num_tokens, num_rows = shape.num_tokens, shape.num_rows
+    num_rows = shape.num_rows
+    num_tokens = -(-shape.num_tokens // (2 * shape.context)) * 2 * shape.context
     teacher = None
     if shape.top_k is not None:
         teacher = Teacher(
@@ -216,7 +231,14 @@ def _batch(shape: StepShape, *, num_taps: int) -> Batch:
         sample_ids=("planned",),
         taps_TLD=taps,
         teacher=teacher,
+        share=None if shape.context == 1 else _share(num_tokens, shape.context),
     )
+
+
+def _share(num_tokens: int, context: int) -> ContextShare:
+    """The first of ``context`` equal shares; lengths that do not divide are rounded up, so that all are equal."""
+    whole = ContextGroup(group=None, rank=0, size=context).share(num_tokens)
+    return _Alone(**{field.name: getattr(whole, field.name) for field in fields(whole)})
 
 
 def _pack(objective: Objective, batch: Batch, *, num_rows: int) -> Pack:

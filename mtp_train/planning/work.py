@@ -174,15 +174,17 @@ def train_work(
     *,
     mode: str,
     optimizer: OptimizerStep,
+    recompute: bool,
     cache_bytes: float,
 ) -> StageWork:
-    """Six operations per weight and token (forward, and two products backward); on the rows that count the frozen lm_head's two
-    products, or three of the head's own, and one for an exact teacher; then the optimizer's products and passes over its state,
-    which every process repeats where it is not sharded, and the exchange between processes, all counted as if nothing overlapped;
-    or reading the cache, where that takes longer than all of it."""
+    """Six operations per weight and token (forward, and two products backward), eight where the forward is done again; on the rows
+    that count the frozen lm_head's two products, or three of the head's own, and one for an exact teacher; then the optimizer's
+    products and passes over its state, which every process repeats where it is not sharded, and the exchange between processes,
+    all counted as if nothing overlapped; or reading the cache, where that takes longer than all of it."""
     processes = 1 if mode == "single" else hardware.num_devices
     attention = 3 * target.attention_flops * head.num_layers * work.mean_length_tokens / 2
-    per_token = work.draft_steps * (6 * (head.weights.num_active - head.num_lm_head) + attention)
+    per_weight = 8 if recompute else 6
+    per_token = work.draft_steps * (per_weight * (head.weights.num_active - head.num_lm_head) + attention)
     projection = 6 * head.num_lm_head or 4 * target.num_lm_head
     per_row = work.draft_steps * (projection + 2 * work.exact_teacher * target.num_lm_head)
     flops = work.num_epochs * work.num_tokens * (per_token + work.answer_share * per_row)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 # Elements that are reduced or gathered at once; DeepSpeed holds a buffer of as many.
-_BUCKET_ELEMENTS = 2**26
+BUCKET_ELEMENTS = 2**26
 
 
 class _Stretch(NamedTuple):
@@ -137,8 +137,8 @@ def _config(stage: int, packs_per_process: int) -> dict[str, Any]:
         "steps_per_print": 2**31,
         "zero_optimization": {
             "stage": stage,
-            "reduce_bucket_size": _BUCKET_ELEMENTS,
-            "allgather_bucket_size": _BUCKET_ELEMENTS,
+            "reduce_bucket_size": BUCKET_ELEMENTS,
+            "allgather_bucket_size": BUCKET_ELEMENTS,
             "stage3_param_persistence_threshold": 0,  # norms lie in shards as all else does
             "memory_efficient_linear": False,  # it would put a linear of its own in place of torch's, everywhere
         },

@@ -20,7 +20,7 @@ PROCESSES = 8
 OBJECTIVE = Objective(terms={"topk_kl": Term(0.1, TopkKl()), "hidden_l1": Term(1.0, HiddenL1())}, draft_steps=1, decay=1.0, chunk_rows=512)
 
 
-def shape_of(target: Any, *, num_tokens: int = 4096) -> StepShape:
+def shape_of(target: Any, *, num_tokens: int = 4096, recompute: bool = False, context: int = 1) -> StepShape:
     return StepShape(
         num_tokens=num_tokens,
         answer_share=0.5,
@@ -30,6 +30,8 @@ def shape_of(target: Any, *, num_tokens: int = 4096) -> StepShape:
         top_k=64,
         precision="bf16",
         noise=True,
+        recompute=recompute,
+        context=context,
         device="gpu",
     )
 
@@ -136,6 +138,15 @@ def test_nothing_grows_with_tokens_times_vocabulary(planned: Callable[..., Any],
     grown = four.moments[CHUNK][CHUNK] - one.moments[CHUNK][CHUNK]
     assert grown <= 4 * 3 * 4096 * 8192 * 2
     assert one.moments[CHUNK][CHUNK] >= 8 * 512 * 128256
+
+
+def test_long_packs_are_computed_again_or_by_several(planned: Callable[..., Any]) -> None:
+    found = planned("llama3_8b")
+    shapes = (shape_of(found.target, num_tokens=32768, recompute=again, context=n) for again, n in ((False, 1), (True, 1), (False, 4)))
+    plain, again, shared = (measure_step(found.make_head, OBJECTIVE, shape).moments[CHUNK][ACTIVATIONS] for shape in shapes)
+    assert again < 0.55 * plain
+    # A quarter of the rows, and keys and values of all, which are an eighth of the hidden size each, repeated for the queries' heads.
+    assert 0.25 * plain < shared < 0.25 * plain + 4 * 2 * 32768 * 4096
 
 
 def test_an_exact_teacher_holds_a_second_projection(planned: Callable[..., Any]) -> None:

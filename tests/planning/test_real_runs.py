@@ -22,6 +22,7 @@ from mtp_train.planning.sizes import TargetSizes, Weights
 from mtp_train.planning.work import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # several stages, on a machine that may be busy
 PACK, TOP_K, DEPTHS = 1024, 16, 2
 
 # Runs stages one after the other, each in a process forked from one that has the libraries, and the training under the profiler.

@@ -109,7 +109,7 @@ def test_training_operations_are_those_of_a_real_heads_products(
     num_rows = len(loss_rows(packed.batch, ahead=2).base_M)
     work = replace(WORK, num_tokens=num_tokens, answer_share=num_rows / num_tokens, num_epochs=1)
     free = replace(found.target, attention_flops=0)
-    formula = train_work(free, found.head, HARDWARE, ALL, work, mode="single", optimizer=ADAMW, cache_bytes=0).flops
+    formula = train_work(free, found.head, HARDWARE, ALL, work, mode="single", optimizer=ADAMW, recompute=False, cache_bytes=0).flops
     assert counted == pytest.approx(formula, rel=1e-6)
 
 
@@ -129,7 +129,7 @@ def test_training_time_by_hand(planned: Callable[..., Any]) -> None:
     adamw = replace(ADAMW, state=8 * p)
     assert steps == -(-2 * 500_000_000 // (8 * 4096))
     one, eight, sharded = (
-        train_work(found.target, found.head, HARDWARE, ALL, WORK, mode=mode, optimizer=adamw, cache_bytes=1e12)
+        train_work(found.target, found.head, HARDWARE, ALL, WORK, mode=mode, optimizer=adamw, recompute=False, cache_bytes=1e12)
         for mode in ("single", "ddp", "zero3")
     )
     assert one.parts["compute"] == pytest.approx(8 * eight.parts["compute"]) and "exchange" not in one.parts
@@ -139,9 +139,9 @@ def test_training_time_by_hand(planned: Callable[..., Any]) -> None:
     assert sharded.parts["optimizer"] == pytest.approx(eight.parts["optimizer"] / 8)
     assert eight.seconds == pytest.approx(sum(eight.parts[part] for part in ("compute", "optimizer", "exchange")))
     muon = OptimizerStep(state=4 * p, working=0, flops=2e14)
-    multiplied = train_work(found.target, found.head, HARDWARE, ALL, WORK, mode="ddp", optimizer=muon, cache_bytes=0)
+    multiplied = train_work(found.target, found.head, HARDWARE, ALL, WORK, mode="ddp", optimizer=muon, recompute=False, cache_bytes=0)
     assert multiplied.parts["optimizer"] == pytest.approx(steps * (20 * p / 3e12 + 2e14 / 1e15))  # each process does all of it
-    starved = train_work(found.target, found.head, HARDWARE, ALL, WORK, mode="ddp", optimizer=adamw, cache_bytes=1e15)
+    starved = train_work(found.target, found.head, HARDWARE, ALL, WORK, mode="ddp", optimizer=adamw, recompute=False, cache_bytes=1e15)
     assert starved.bound_by == "disk" and starved.seconds == pytest.approx(2 * 1e15 / 1e10)
 
 
