@@ -25,7 +25,7 @@ EQUALITIES: dict[str, tuple[str, ...]] = {
         "head/test_eagle3.py::test_the_copy_task_is_learned_to_the_end",
     ),
     "2 ranks == 1": (
-        "trainer/test_two_ranks.py::test_two_processes_give_what_one_gives",
+        "trainer/test_parallel.py::test_two_processes_interrupted_midway_give_the_bits_of_one",
         "test_pipeline.py::test_two_processes_write_what_one_writes",
         "test_pipeline.py::test_torchrun_starts_a_stage",
     ),

@@ -535,18 +535,34 @@ def test_own_answers_that_are_too_long_are_counted_beside_the_cache(finished: Ru
     assert not (tmp_path / "none").exists()
 
 
-def test_the_estimate_s_head_is_where_the_engine_is(finished: Run) -> None:
-    """On torch's ``meta`` device, which every machine has and no default chooses."""
+def test_the_estimate_s_head_is_where_the_engine_is(finished: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that every machine has and no default chooses; what goes there is written down, and stays on the CPU."""
+    import torch
     from omegaconf import OmegaConf
 
     from mtp_train.engine.hf import HfEngine
     from mtp_train.evaluate import _loader
+    from mtp_train.head.base import Head
     from mtp_train.stage import load_word, open_target
+    from mtp_train.target.weights import SharedWeights
 
+    moved: list[tuple[str, torch.device, torch.dtype]] = []
+    shared_to, head_to = SharedWeights.to, Head.to
+
+    def shared(self: SharedWeights, *, device: torch.device, dtype: torch.dtype) -> SharedWeights:
+        moved.append(("shared", device, dtype))
+        return shared_to(self, device="cpu", dtype=dtype)
+
+    def head(self: Head, *, device: torch.device, dtype: torch.dtype) -> Head:
+        moved.append(("head", device, dtype))
+        return head_to(self, dtype=dtype)
+
+    monkeypatch.setattr(SharedWeights, "to", shared)
+    monkeypatch.setattr(Head, "to", head)
     named = {"name": "tiny", "kind": "path", "path": str(finished.target), "trust_remote_code": False}
     target = open_target(OmegaConf.create(named))
     settings = {key: value for key, value in load_word("engine", "hf").items() if key != "_target_"} | {"device": "meta"}
     engine = HfEngine(**settings, target_path=target.path, trust_remote_code=False, load_head=None)
-    head = _loader(target, engine)(finished.folder / "checkpoint" / "mtp")
-    held = {tensor.device.type for tensor in (*head.parameters(), head.shared.embedding_VD, head.shared.lm_head_VD)}
-    assert held == {"meta"}
+    _loader(target, engine)(finished.folder / "checkpoint" / "mtp")
+    there = torch.device("meta"), torch.bfloat16
+    assert moved == [("shared", *there), ("head", *there)]
