@@ -24,6 +24,8 @@ _REMEDIES = {
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
 }
+# C0 and C1 controls but tab and line end; marks, embeddings, overrides and isolates of direction; line and paragraph separators.
+_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _OS_ERROR = re.compile(r"os error (\d+)")
 _EXIT_USER, _EXIT_INTERRUPTED, _EXIT_PIPE = 2, 130, 141
 
@@ -31,20 +33,23 @@ _EXIT_USER, _EXIT_INTERRUPTED, _EXIT_PIPE = 2, 130, 141
 def printable(text: str) -> str:
     """The text with control characters, escape sequences and direction marks written out, line ends and tabs kept: what
     comes from a data set cannot move the cursor, colour the terminal or turn the line around."""
-    return "".join(character if character.isprintable() or character in "\n\t" else ascii(character)[1:-1] for character in text)
+    return _STEERING.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def told(error: BaseException) -> str | None:
     """The message for an error that is the user's or the machine's; None for one that is ours and shows its traceback."""
+    said = str(error)
     if isinstance(error, OSError):
-        return _of_system(error.errno, where=error.filename, said=error.strerror or str(error))
-    if isinstance(error, ValueError):
-        return str(error)
-    if type(error).__name__ == "SafetensorError" and (found := _OS_ERROR.search(str(error))):
-        return _of_system(int(found[1]), where=None, said=str(error))
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return _of_system(error.errno, where=error.filename, said=error.strerror or said)
+    if isinstance(error, (ValueError, NotImplementedError)) and said:
+        return said
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "mtp_train").startswith("mtp_train"):
+        return f"{said}; install what this choice needs (tools/setup.sh; vLLM: tools/setup.sh --engine), or choose another"
+    if type(error).__name__ == "SafetensorError" and (found := _OS_ERROR.search(said)):
+        return _of_system(int(found[1]), where=None, said=said)
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in said:
         return (
-            f"out of memory: {str(error).splitlines()[0] if str(error) else 'the system gave no more'}; "
+            f"out of memory: {said.splitlines()[0] if said else 'the system gave no more'}; "
             "take less at once: engine.batch_size, engine.max_prefill_tokens, engine.max_cache_tokens; in train tokens_per_pack, chunk_rows"
         )
     return None

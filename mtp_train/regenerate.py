@@ -67,6 +67,8 @@ def main(cfg: DictConfig) -> None:
                 bar.update()
                 bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s")
         counts.write(run.out / (f"skips-{rank()}.json" if rank() else "skips.json"))
+        if counts.num_skipped or counts.notes:
+            log(counts.summary())
     barrier()
     if is_main():
         count = writer.finish()

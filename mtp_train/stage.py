@@ -73,20 +73,23 @@ def _start_hydra(name: str, main: Callable[[DictConfig], None], kinds: Mapping[s
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=name)(job)()
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(_refusal(name, error)) from error
+        raise ValueError(_refusal(name, error, kinds)) from error
 
 
-def _refusal(name: str, error: Exception) -> str:
+def _refusal(name: str, error: Exception, kinds: Mapping[str, Any]) -> str:
     """What Hydra's composition refused, without its search path and with what may have been meant."""
     said = str(error).split("\nConfig search path", 1)[0].strip()
+    cause = error.__cause__
     if unknown := re.match(r"Could not override '([^']*)'", said):
-        key = unknown[1]
+        key = str(getattr(cause, "full_key", None) or unknown[1])
+        if key.rpartition(".")[0] in kinds:  # a mapping that one may add to
+            return f"{key}: expected one of those there are, found another; +{key}=... adds it"
         known = dict(leaves(_defaults(name))).keys() | {
             f"{path.parent.name}.{own}" for path in conf_dir().glob("*/*.yaml") for own in _keys(path)
         }
         hint = nearest(key, sorted(known))
         return f"{key}: expected a setting of {name}, found none of that name; {hint}python -m mtp_train.{name} --help lists them"
-    why = f": {str(error.__cause__).splitlines()[0]}" if error.__cause__ is not None and str(error.__cause__) else ""
+    why = f": {str(cause).splitlines()[0]}" if cause is not None and str(cause) else ""
     return f"{said}{why}\n(python -m mtp_train.{name} --help lists groups, choices and settings)"
 
 

@@ -536,33 +536,29 @@ def test_own_answers_that_are_too_long_are_counted_beside_the_cache(finished: Ru
 
 
 def test_the_estimate_s_head_is_where_the_engine_is(finished: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that every machine has and no default chooses; what goes there is written down, and stays on the CPU."""
-    import torch
+    """On torch's ``meta`` device, which every machine has and no default chooses. A head cannot be made there, so that it is
+    made on the CPU, from the shared weights that it would be given."""
     from omegaconf import OmegaConf
 
+    from mtp_train import evaluate
     from mtp_train.engine.hf import HfEngine
-    from mtp_train.evaluate import _loader
-    from mtp_train.head.base import Head
-    from mtp_train.stage import load_word, open_target
-    from mtp_train.target.weights import SharedWeights
+    from mtp_train.stage import head_loader, load_word, open_target
+    from mtp_train.target.weights import read_shared
 
-    moved: list[tuple[str, torch.device, torch.dtype]] = []
-    shared_to, head_to = SharedWeights.to, Head.to
-
-    def shared(self: SharedWeights, *, device: torch.device, dtype: torch.dtype) -> SharedWeights:
-        moved.append(("shared", device, dtype))
-        return shared_to(self, device="cpu", dtype=dtype)
-
-    def head(self: Head, *, device: torch.device, dtype: torch.dtype) -> Head:
-        moved.append(("head", device, dtype))
-        return head_to(self, dtype=dtype)
-
-    monkeypatch.setattr(SharedWeights, "to", shared)
-    monkeypatch.setattr(Head, "to", head)
     named = {"name": "tiny", "kind": "path", "path": str(finished.target), "trust_remote_code": False}
     target = open_target(OmegaConf.create(named))
+    given = []
+
+    def loader(target: Any) -> Any:
+        def load(path: Path, shared: Any) -> Any:
+            given.append(shared)
+            return head_loader(target)(path, read_shared(target.path))
+
+        return load
+
+    monkeypatch.setattr(evaluate, "head_loader", loader)
     settings = {key: value for key, value in load_word("engine", "hf").items() if key != "_target_"} | {"device": "meta"}
     engine = HfEngine(**settings, target_path=target.path, trust_remote_code=False, load_head=None)
-    _loader(target, engine)(finished.folder / "checkpoint" / "mtp")
-    there = torch.device("meta"), torch.bfloat16
-    assert moved == [("shared", *there), ("head", *there)]
+    head = evaluate._loader(target, engine)(finished.folder / "checkpoint" / "mtp")
+    assert {parameter.device.type for parameter in head.parameters()} == {"meta"}
+    assert (given[0].embedding_VD.device.type, given[0].lm_head_VD.device.type) == ("meta", "meta")

@@ -6,6 +6,7 @@ import hashlib
 import html
 import io
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mtp_train.acceptance.interval import Interval
 from mtp_train.acceptance.report_summary import Group
 from mtp_train.acceptance.speedup import expected_tokens_per_pass
+from mtp_train.faults import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -167,7 +169,7 @@ def _hollow(axes: Axes, at: Sequence[float], values: Sequence[Interval], *, inde
 def _plain(text: str, *, longest: int = 36) -> str:
     """Text that matplotlib draws as it stands, on one line and cut where it is too long for a plot: no formulas, and no
     leading underscore, which would hide a legend's entry."""
-    text = " ".join(text.split())
+    text = printable(" ".join(text.split()))
     text = text if len(text) <= longest else text[: longest - 1] + "…"
     return ("\u200b" + text if text.startswith("_") else text).replace("$", r"\$")
 
@@ -218,7 +220,10 @@ def _drawing(title: str, *, height: float = 3.4) -> Iterator[tuple[Figure, Axes,
 def _svg(figure: Figure, title: str) -> str:
     """The figure as an SVG element for a page: coloured by variables, its ids its own, sized by its column."""
     written = io.StringIO()
-    figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    with warnings.catch_warnings():
+        # Text stays text in the SVG: that matplotlib's own font lacks a letter makes no difference.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
+        figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = written.getvalue()
     text = text[text.index("<svg") :]
     for colour, variable in _VARIABLES.items():

@@ -25,6 +25,7 @@ from mtp_train.acceptance.report_summary import (
     must_hold,
 )
 from mtp_train.acceptance.report_table import NONE, engines, estimate_note, section_table
+from mtp_train.faults import printable
 from mtp_train.records import Acceptance
 
 TEMPLATE = "report.html.j2"
@@ -35,7 +36,12 @@ def page(data: ReportData, summary: Summary) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        finalize=_readable,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     colours = {head.name: index % NUM_COLOURS for index, head in enumerate(data.heads)}
     return environment.get_template(TEMPLATE).render(
@@ -60,6 +66,11 @@ def _certificate(certificate: Certificate | None) -> dict[str, Any] | None:
         return None
     tables = [(SAMPLED_COLUMNS, sampled_rows(certificate)), (GREEDY_COLUMNS, greedy_rows(certificate))]
     return {"text": certificate.text, "holds": certificate.holds, "tables": [table for table in tables if table[1]], "about": certificate}
+
+
+def _readable(value: Any) -> Any:
+    """What comes into the page: text without what a browser cannot show, or what would turn a line around."""
+    return printable(value) if type(value) is str else value
 
 
 def _markup(svg: str) -> Any:

@@ -39,7 +39,7 @@ class DataPlan:
             raise ValueError(
                 f"tokens_per_pack: expected at least {lengths[longest]} (the tokens of sample {sample_ids[longest]!r}, the longest of "
                 f"{sum(length > tokens_per_pack for length in lengths)} that do not fit), found {tokens_per_pack}; raise it, "
-                "or precompute with a smaller max_length"
+                "or precompute with a smaller max_length_tokens"
             )
         self.packs_per_step = packs_per_step
         self.tokens_per_pack = tokens_per_pack

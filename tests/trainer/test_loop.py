@@ -49,6 +49,24 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     assert lines_without_time(tmp_path / "whole") == lines_without_time(tmp_path / "parts")
 
 
+@pytest.mark.parametrize("damage", ["missing", "half", "other bytes", "no json"])
+def test_a_finished_training_makes_a_damaged_head_anew(recipe: Any, tmp_path: Path, damage: str) -> None:
+    """The state is all there: "train again" must not need the training again."""
+    recipe.trainer(tmp_path).run()
+    names = ("head.safetensors", "head.json", "metrics.jsonl")
+    whole = {name: (tmp_path / name).read_bytes() for name in names}
+    assert not recipe.trainer(tmp_path).run(), "nothing is left to do"
+    weights = tmp_path / "head.safetensors"
+    if damage == "missing":
+        weights.unlink()
+    elif damage == "no json":
+        (tmp_path / "head.json").write_text("[1]")
+    else:
+        weights.write_bytes(whole[weights.name][:1000] if damage == "half" else b"\x80\x04pickle" + whole[weights.name][8:])
+    recipe.trainer(tmp_path).run()
+    assert {name: (tmp_path / name).read_bytes() for name in names} == whole
+
+
 def test_a_killed_run_drops_what_it_logged_after_its_last_state(recipe: Any, tmp_path: Path) -> None:
     recipe.trainer(tmp_path / "whole").run()
 
