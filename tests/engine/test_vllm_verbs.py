@@ -101,7 +101,8 @@ class Run:
         return self.shards() | {"manifest.json": re.sub(rb'"git_commit": [^,]*', b"", manifest)}
 
     def left_over(self, stage: str) -> list[str]:
-        return [path.name for path in (self.folder / {"regenerate": "responses", "precompute": "cache"}[stage]).glob(".*")]
+        """vLLM's own folders; the lock file of the one process that writes stays, and is held by nobody."""
+        return [path.name for path in (self.folder / {"regenerate": "responses", "precompute": "cache"}[stage]).glob(".vllm-*")]
 
     def wait_for_processes_to_end(self) -> None:
         """vLLM's processes know the folder by its name on their command line, their children by their parents."""
