@@ -18,7 +18,7 @@ def markdown(data: ReportData, summary: Summary) -> str:
     for section in summary.sections:
         table = section_table(section)
         lines += [f"## {escape(section.prompt_set.label)}: {escape(section.way.text)}", ""]
-        lines += [escape(f"{section.prompt_set.description} {section.num_prompts} prompts. Engine: {engines(section)}."), ""]
+        lines += [escape(f"{section.prompt_set.description}: {section.num_prompts} prompts. Engine: {engines(section)}."), ""]
         lines += ["| | " + " | ".join(map(escape, table.columns)) + " |", "|---|" + "---:|" * len(table.columns)]
         lines += [f"| {escape(row.label)} | " + " | ".join(map(escape, row.cells)) + " |" for row in table.rows]
         said = [comparison_text(comparison) for comparison in section.comparisons] + estimate_note(section)
