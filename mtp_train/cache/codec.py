@@ -11,6 +11,9 @@ from typing import ClassVar
 
 import torch
 
+# Numbers of a block that stays in a CPU core's second-level cache while ``decode`` passes over it twice.
+_BLOCK_NUMBERS = 2**18
+
 
 class Codec(ABC):
     """Stores vectors along the last axis."""
@@ -58,7 +61,70 @@ class Float32(_Cast):
     dtype = torch.float32
 
 
-CODECS: dict[str, Codec] = {codec.word: codec for codec in (Bf16(), Float32())}
+class _Scaled(Codec):
+    """One byte per number, and a bfloat16 scale for each group of ``group`` numbers (None: for the whole vector).
+
+    A number is ``value x scale``; the scale maps the group's largest magnitude to ``largest``, the storage type's own. Without
+    scales e4m3 would cut off at 448 and int8 at 127, and hidden states of real models have channels beyond both.
+    A number that is not finite makes its group's scale, and so what is read back, not finite.
+    """
+
+    dtype = torch.bfloat16
+    storage: ClassVar[torch.dtype]
+    largest: ClassVar[float]
+    group: ClassVar[int | None]
+
+    def bytes_per_vector(self, size: int) -> float:
+        return size + 2 * (1 if self.group is None else -(-size // self.group))
+
+    def encode(self, vectors: torch.Tensor) -> dict[str, torch.Tensor]:
+        wide = vectors.detach().to(device="cpu", dtype=torch.float32)
+        values = torch.empty(wide.shape, dtype=self.storage)
+        parts = wide.split(self.group or wide.shape[-1], dim=-1)
+        scale = torch.stack([part.abs().amax(-1) for part in parts], -1).div_(self.largest).to(torch.bfloat16)
+        # Divided by the scale as it is stored, so that its rounding costs nothing; a group of zeros has scale 0, and stays 0.
+        divisor = scale.float().masked_fill_(scale == 0, 1.0)
+        for part, column, number in zip(parts, values.split(self.group or wide.shape[-1], dim=-1), divisor.unbind(-1), strict=True):
+            column.copy_(self._rounded((part / number[..., None]).clamp_(-self.largest, self.largest)))
+        return {"values": values, "scale": scale}
+
+    def decode(self, stored: dict[str, torch.Tensor]) -> torch.Tensor:
+        values, scale = stored["values"], stored["scale"]
+        out = torch.empty(values.shape, dtype=self.dtype)
+        rows = max(1, _BLOCK_NUMBERS * len(values) // max(1, values.numel()))
+        for first in range(0, len(values), rows):
+            block = out[first : first + rows]
+            block.copy_(values[first : first + rows])
+            for part, number in zip(block.split(self.group or out.shape[-1], dim=-1), scale[first : first + rows].unbind(-1), strict=True):
+                part.mul_(number[..., None])
+        return out
+
+    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Fp8(_Scaled):
+    """float8 e4m3 with a scale per vector: each number to 3 bits of mantissa, 1/16 of itself at most."""
+
+    word = "fp8"
+    storage = torch.float8_e4m3fn
+    largest = 448.0
+    group = None
+
+
+class Int8(_Scaled):
+    """int8 with a scale per 64 numbers: each number to 1/254 of the largest in its group."""
+
+    word = "int8"
+    storage = torch.int8
+    largest = 127.0
+    group = 64
+
+    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        return x.round_()
+
+
+CODECS: dict[str, Codec] = {codec.word: codec for codec in (Bf16(), Float32(), Fp8(), Int8())}
 
 
 def codec_for(word: str) -> Codec:

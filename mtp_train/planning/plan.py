@@ -29,17 +29,14 @@ from mtp_train.target.weights import SharedWeights
 from mtp_train.trainer.objective import Objective
 from mtp_train.trainer.optim import Rule
 
-# Codecs that are planned and not written: at most a byte per number and one sixteenth for scales.
-_BOUNDS = ("fp8", "int8")
 _ID_CHARACTERS = 12  # of a prompt's id, where nothing says how long they are
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheRow:
-    """A cache in one codec; ``exists``: whether precompute can write it today."""
+    """A cache in one codec."""
 
     codec: str
-    exists: bool
     bytes_per_token: float
     total_bytes: int
     fits: bool
@@ -112,7 +109,7 @@ def make_plan(
     asked: Asked,
 ) -> Plan:
     """Work everything out. Errors: ValueError for a codec or a mode that is none."""
-    caches = tuple(cache_row(word, target, hardware, work) for word in (*CODECS, *(word for word in _BOUNDS if word not in CODECS)))
+    caches = tuple(cache_row(word, target, hardware, work) for word in CODECS)
     cache = next((row for row in caches if row.codec == asked.codec), None)
     if cache is None:
         raise ValueError(f"codec: expected one of {[row.codec for row in caches]}, found {asked.codec!r}")
@@ -132,9 +129,7 @@ def make_plan(
     before = [] if generated is None else [generated[0], precompute_work(target, hardware, assume, work, cache_bytes=cache.total_bytes)]
     after = [] if layout is None else [evaluate_work(target, hardware, assume, work, layout, batch_size=asked.batch_size)]
     stages = (*before, *([] if trained is None else [trained.work]), *after)
-    smaller = max(
-        (row for row in caches if row.fits and row.exists), key=lambda row: (row.codec == asked.codec, row.total_bytes), default=None
-    )
+    smaller = max((row for row in caches if row.fits), key=lambda row: (row.codec == asked.codec, row.total_bytes), default=None)
     cheapest, cheapest_s = None, None
     if best is not None and layout is not None and smaller is not None:
         cheapest = {
@@ -163,27 +158,18 @@ def make_plan(
     )
 
 
-def cache_bytes_per_token(codec: str, target: TargetSizes, work: Workload) -> float:
-    """Of a codec that exists by its own formula, of another by the bound of one byte and a sixteenth per number."""
-    known = codec if codec in CODECS else "bf16"
+def cache_row(codec: str, target: TargetSizes, hardware: Hardware, work: Workload) -> CacheRow:
     per_token = bytes_per_token(
-        codec=known,
+        codec=codec,
         hidden_size=target.hidden_size,
         num_taps=work.num_taps,
         vocab_size=target.vocab_size,
         top_k=work.top_k,
         answer_share=work.answer_share,
     )
-    if codec in CODECS:
-        return per_token
-    return per_token + (1 + work.num_taps) * (target.hidden_size * 17 / 16 - CODECS[known].bytes_per_vector(target.hidden_size))
-
-
-def cache_row(codec: str, target: TargetSizes, hardware: Hardware, work: Workload) -> CacheRow:
-    per_token = cache_bytes_per_token(codec, target, work)
     per_sample = SAMPLE_BYTES + ID_COPIES * _ID_CHARACTERS
     total = round(work.num_tokens * (per_token + per_sample / work.mean_length_tokens))
-    return CacheRow(codec=codec, exists=codec in CODECS, bytes_per_token=per_token, total_bytes=total, fits=total <= hardware.disk_bytes)
+    return CacheRow(codec=codec, bytes_per_token=per_token, total_bytes=total, fits=total <= hardware.disk_bytes)
 
 
 def _mode_rows(
@@ -245,8 +231,6 @@ def _problems(
 ) -> list[str]:
     """Why the setting asked for cannot be run, with what can be done."""
     found = []
-    if not cache.exists:
-        found.append(f"codec={cache.codec}: no codec of that word is written yet; choose one of {list(CODECS)}")
     if not cache.fits:
         found.append(
             f"cache: expected at most {show_bytes(hardware.disk_bytes)} (the disk), found {show_bytes(cache.total_bytes)} with "

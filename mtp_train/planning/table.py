@@ -36,9 +36,8 @@ def _caches(plan: Plan) -> tuple[str, Table]:
     taps = f", {plan.work.num_taps} tapped layers" if plan.work.num_taps else ""
     table = _table("codec", "per token", "in all", "fits")
     for row in plan.caches:
-        word = row.codec if row.exists else f"{row.codec} (at most; no such codec yet)"
         table.add_row(
-            _asked(word, row.codec == plan.asked.codec), show_bytes(row.bytes_per_token), show_bytes(row.total_bytes), _yes(row.fits)
+            _asked(row.codec, row.codec == plan.asked.codec), show_bytes(row.bytes_per_token), show_bytes(row.total_bytes), _yes(row.fits)
         )
     return f"Cache (top_k={plan.work.top_k}{taps}; disk {show_bytes(plan.hardware.disk_bytes)})", table
 
