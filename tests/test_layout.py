@@ -28,7 +28,7 @@ ORDER = (
     ("head", "loss"),
     ("decoding", "exporter"),
     ("engine", "trainer"),
-    ("planning",),
+    ("planning", "ablation"),
     ("stage",),
     VERBS,
 )

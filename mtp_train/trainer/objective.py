@@ -17,8 +17,8 @@ from mtp_train.records import DraftStep
 from mtp_train.target.draft_vocabulary import DraftVocabulary
 from mtp_train.trainer.rows import Pack
 
-# Columns of the sums beside one per loss: rows, rows whose top token is the teacher's, sum of min(p, q).
-EXTRA_COLUMNS = ("rows", "agree", "overlap")
+# Columns of the sums beside one per loss: rows, rows whose top token is the teacher's, sum of min(p, q), mean square of the state.
+EXTRA_COLUMNS = ("rows", "agree", "overlap", "square")
 
 
 class Term(NamedTuple):
@@ -134,7 +134,8 @@ class _DepthRows:
         if self.measure:
             overlapping = overlap(chunk).sum().double()
         count = torch.full_like(unknown, chunk.label_R.shape[0])
-        return torch.stack([*(value.detach().sum().double() for value in values), count, agree, overlapping])
+        square = chunk.hidden_RD.detach().float().square().mean(-1).sum().double()
+        return torch.stack([*(value.detach().sum().double() for value in values), count, agree, overlapping, square])
 
 
 class _ChunkedSum(torch.autograd.Function):

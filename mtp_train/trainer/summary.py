@@ -43,8 +43,9 @@ def from_json(sums: list[list[float | None]]) -> list[list[float]]:
 
 
 def report(objective: Objective, sums: list[list[float]]) -> dict[str, Any]:
-    """Means over counted rows: ``loss`` (weighted as in training), ``losses`` per word and ``agreement`` and
-    ``expected_acceptance`` (sum of min(p, q)), each a list over depths; NaN where not measured or no row counts."""
+    """Means over counted rows: ``loss`` (weighted as in training), ``losses`` per word, ``agreement``, ``expected_acceptance``
+    (sum of min(p, q)) and ``hidden_rms`` (root mean square of the numbers in the state that the lm_head reads), each a list over
+    depths; NaN where not measured or no row counts."""
     columns = objective.columns
     where = {name: columns.index(name) for name in columns}
 
@@ -63,5 +64,6 @@ def report(objective: Objective, sums: list[list[float]]) -> dict[str, Any]:
         "losses": losses,
         "agreement": mean("agree"),
         "expected_acceptance": mean("overlap"),
+        "hidden_rms": [math.sqrt(square) if square >= 0 else math.nan for square in mean("square")],
         "rows": [int(row[where["rows"]]) for row in sums],
     }
