@@ -29,11 +29,12 @@ Message = Mapping[str, Any]
 
 
 class _Worker:
-    """One ``vllm_worker`` process; what it says goes into the pool's inbox under its index."""
+    """One ``vllm_worker`` process; what it says goes into the pool's inbox under its index, and why it gave up into ``said``."""
 
     def __init__(self, *, index: int, spec: Path, log: Path, environment: Mapping[str, str], inbox: _Inbox) -> None:
         self.index = index
         self.inside: dict[str, int] = {}
+        self.said: str | None = None
         self._inbox = inbox
         self._log = open(log, "w+b")  # noqa: SIM115 - lives as long as the process
         self.process = subprocess.Popen(
@@ -51,7 +52,11 @@ class _Worker:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self._inbox.put((self.index, json.loads(line)))
+            message = json.loads(line)
+            if message["kind"] == "failed":
+                self.said = message["said"]
+            else:
+                self._inbox.put((self.index, message))
         self._inbox.put((self.index, None))
 
     def send(self, message: Message) -> None:
@@ -64,6 +69,9 @@ class _Worker:
 
     def failure(self) -> ValueError:
         code = self.process.wait(_STOP_TIMEOUT_S)
+        self._reader.join(_STOP_TIMEOUT_S)
+        if self.said is not None:
+            return ValueError(f"engine=vllm: {self.said}")
         self._log.seek(0)
         lines = self._log.read().decode("utf-8", "replace").splitlines()[-_SHOWN_LOG_LINES:]
         return ValueError(

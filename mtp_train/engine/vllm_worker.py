@@ -16,6 +16,7 @@ import threading
 from pathlib import Path
 from typing import Any, TextIO
 
+from mtp_train.faults import told
 from mtp_train.runtime import read_json
 
 _Inbox = queue.SimpleQueue[dict[str, Any]]
@@ -69,8 +70,7 @@ class _Server:
         return self.llm.collective_rpc(method, args=args)
 
     def send(self, message: dict[str, Any]) -> None:
-        self.channel.write(json.dumps(message) + "\n")
-        self.channel.flush()
+        _send(self.channel, message)
 
     def serve(self) -> None:
         """Answer what comes, until stdin ends."""
@@ -149,12 +149,24 @@ class _Server:
         }
 
 
+def _send(channel: TextIO, message: dict[str, Any]) -> None:
+    channel.write(json.dumps(message) + "\n")
+    channel.flush()
+
+
 def main() -> None:
-    """Start the engine and serve until stdin ends."""
+    """Start the engine and serve until stdin ends. What the machine lacks (room, memory) is said on the way we answer on: the log
+    stands on the same disk."""
     commands, answers = _own_pipes()
     inbox: _Inbox = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(commands, inbox), daemon=True).start()  # before vLLM is: we may be left while it starts
-    _Server(read_json(Path(sys.argv[1])), inbox=inbox, channel=answers).serve()
+    try:
+        _Server(read_json(Path(sys.argv[1])), inbox=inbox, channel=answers).serve()
+    except Exception as error:
+        said = None if isinstance(error, ValueError) else told(error)
+        if said is not None:
+            _send(answers, {"kind": "failed", "said": said})
+        raise
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
+import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from mtp_train.decoding.chain import Chain
 from mtp_train.engine.base import GenerateRequest, PrefillSettings
 from mtp_train.engine.conformance import TOLERANCES, compare_samples
 from mtp_train.engine.hf import HfEngine
+from mtp_train.engine.vllm_prefill import prefill_groups
 from mtp_train.records import Sample
 from mtp_train.target.weights import read_shared
 
@@ -48,8 +52,15 @@ def test_prefill_equals_the_reference_group_by_group(vllm_target: Path, vllm_hf:
     assert result.at("logits").argmax_agreement > 0.999
     assert engine.describe()["attention"] == ["CPU_ATTN"] or torch.cuda.is_available()
     alone = own.make_vllm(vllm_target, scratch=tmp_path)
-    again = list(alone.prefill(iter(groups[3]), KEPT))
-    assert len(again) == 2 and all(same(ours, theirs) for ours, theirs in zip(again, found[3], strict=True))
+    many = [own.response(f"m{i}", own.random_ids(96, seed=i), 48) for i in range(24)]  # four to a batch
+    with closing(alone.prefill_groups(iter([groups[3], many]), KEPT)) as reading:
+        again = list(next(reading))
+        assert len(again) == 2 and all(same(ours, theirs) for ours, theirs in zip(again, found[3], strict=True))
+        samples = next(reading)
+        next(samples)
+        time.sleep(1.0)  # long enough for a process that would not wait for us to read all of it
+        assert 0 < len(list(tmp_path.rglob("*.safetensors"))) < 8, "two batches at the most, the one less that was read"
+        assert len(list(samples)) == 23 and list(tmp_path.rglob("*.safetensors")) == []
     assert list(tmp_path.iterdir()) == [], "scratch files stay behind"
 
 
@@ -109,6 +120,17 @@ def test_a_dead_process_says_why(vllm_target: Path, vllm_hf: HfEngine, tmp_path:
     with pytest.raises(ValueError, match=r"(?s)ended with status 1.*safetensors"):
         own.make_vllm(vllm_target, scratch=scratch).speculate(own.requests(1), served, own.settings())
     assert list(scratch.iterdir()) == []
+
+
+def test_no_room_below_vllm_is_said(vllm_target: Path, tmp_path: Path) -> None:
+    """vLLM's process may write no file longer than some bytes, its log among them: the disk is full for it."""
+    engine = own.make_vllm(vllm_target, scratch=tmp_path)
+    asked = [own.response("a", own.random_ids(300, seed=0), 3)]
+    with engine.prefill_pool(KEPT) as pool:
+        resource.prlimit(pool.pids[0], resource.RLIMIT_FSIZE, (4096, 4096))
+        with pytest.raises(ValueError, match=r"File too large.* then run the same command again: it continues"):
+            next(prefill_groups(pool, [asked], KEPT, batch_tokens=engine.batch_tokens))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_two_devices_for_one_copy_compute_what_one_does(vllm_target: Path, vllm_hf: HfEngine) -> None:
