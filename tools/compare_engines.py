@@ -14,6 +14,7 @@ from pathlib import Path
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target-word", default="smollm2_135m", help="a target of conf/target")
+    parser.add_argument("--target-path", type=Path, default=None, help="a target's folder, in place of a word")
     parser.add_argument("--checkpoint", type=Path, required=True, help="a head's folder: RUN/checkpoint/NAME")
     parser.add_argument("--prompts", default="project_heldout", help="a prompt set of conf/benchmark")
     parser.add_argument("--num-prompts", type=int, default=48)
@@ -46,13 +47,15 @@ def run(arguments: argparse.Namespace) -> str:
     from mtp_train.prompt.load import load_prompts
     from mtp_train.stage import build, head_loader, load_word, open_target
 
-    target = open_target(OmegaConf.create(load_word("target", arguments.target_word)))
+    local = {} if arguments.target_path is None else {"path": str(arguments.target_path)}
+    target = open_target(OmegaConf.create({**load_word("target", "local" if local else arguments.target_word), **local}))
     prompts, _ = load_prompts(**{**load_word("benchmark", arguments.prompts), "limit": arguments.num_prompts})
-    requests, _ = requests_of(prompts, target.template, max_length_tokens=2048)
+    longest = target.length_limit(4096)
+    requests, _ = requests_of(prompts, target.template, max_length_tokens=longest - arguments.max_new_tokens)
     changed = {"dtype": arguments.dtype, "batch_size": arguments.batch_size}
     common = {"target_path": target.path, "trust_remote_code": target.trust_remote_code}
     hf: HfEngine = build({**load_word("engine", "hf"), **changed}, **common, load_head=head_loader(target))
-    own = {"enforce_eager": not arguments.compile, "cpu_threads": arguments.threads, "max_length_tokens": 4096}
+    own = {"enforce_eager": not arguments.compile, "cpu_threads": arguments.threads, "max_length_tokens": longest}
     vllm: VllmEngine = build({**load_word("engine", "vllm"), **changed, **own}, **common, load_head=None)
     head = hf.load_head(arguments.checkpoint, hf.target.shared_weights()).to(device=hf.target.device, dtype=getattr(torch, arguments.dtype))
     settings = SpeculateSettings(

@@ -13,7 +13,7 @@ from pathlib import Path
 from mtp_train.acceptance.identity import Identity, compare
 from mtp_train.acceptance.interval import Interval, paired_difference, rates_and_length
 from mtp_train.engine.base import PrefillSettings, SpeculateRequest, SpeculateSettings
-from mtp_train.engine.conformance import TOLERANCES, Conformance, compare_drafts
+from mtp_train.engine.conformance import TOLERANCES, Conformance, Gap, compare_drafts, compare_samples
 from mtp_train.engine.estimate_from_cache import estimate
 from mtp_train.engine.hf import HfEngine
 from mtp_train.engine.vllm import VllmEngine
@@ -21,18 +21,27 @@ from mtp_train.head.base import Head
 from mtp_train.records import Acceptance, Response
 
 _ESTIMATE_TOKENS = 4096
+# Candidates of the teacher that are compared.
+_TOP_K = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
-    """``text`` compares the reference's answers with vLLM's (greedy only; None where they were drawn)."""
+    """``text`` compares the reference's answers with vLLM's (greedy only; None where they were drawn); ``target`` the target in
+    both engines over the same tokens; ``drafts`` the head's forwards."""
 
     estimate: Acceptance
     reference: Acceptance
     vllm: Acceptance
     text: Identity | None
-    conformance: Conformance
+    target: Conformance
+    drafts: Conformance
     num_traced: int
+
+    @property
+    def fault(self) -> Gap | None:
+        """The first stage beyond its tolerance: the head's rest on the target's."""
+        return self.target.fault or self.drafts.fault
 
     def differences(self) -> dict[str, Interval]:
         """Rate at the first position, each pair of measurements, over the same prompts drawn together."""
@@ -52,7 +61,8 @@ def measure_parity(
     settings: SpeculateSettings,
     num_traced: int,
 ) -> Parity:
-    """Measure acceptance three ways on all requests, and compare every forward of the head on the first ``num_traced``.
+    """Measure acceptance three ways on all requests, and compare the target's rows and every forward of the head on the first
+    ``num_traced``.
 
     ``head`` is ``checkpoint`` rebuilt, on the device and in the dtype of ``hf``; both engines compute in one dtype.
     """
@@ -78,14 +88,8 @@ def measure_parity(
         plain, speculated = answers
         text = compare(prompts=prompts, plain=plain, speculated=speculated, logit_gap=hf.logit_gap)
     traced = requests[:num_traced]
-    return Parity(
-        estimate=estimated,
-        reference=ours,
-        vllm=theirs,
-        text=text,
-        conformance=_trace(hf, vllm, head, served, traced, settings),
-        num_traced=len(traced),
-    )
+    target, drafts = _compare(hf, vllm, head, served, traced, settings)
+    return Parity(estimate=estimated, reference=ours, vllm=theirs, text=text, target=target, drafts=drafts, num_traced=len(traced))
 
 
 def _responses(requests: Sequence[SpeculateRequest], answers: Acceptance) -> list[Response]:
@@ -104,15 +108,19 @@ def _responses(requests: Sequence[SpeculateRequest], answers: Acceptance) -> lis
     ]
 
 
-def _trace(
+def _compare(
     hf: HfEngine, vllm: VllmEngine, head: Head, served: Path, requests: Sequence[SpeculateRequest], settings: SpeculateSettings
-) -> Conformance:
+) -> tuple[Conformance, Conformance]:
+    """The target's rows over prompts and answers, and the head's over the decoding that wrote these."""
     measured, rows = vllm.trace(requests, served, settings)
     responses = _responses(requests, measured)
-    samples = hf.prefill(responses, PrefillSettings(target_layer_ids=head.target_layer_ids, top_k=None))
+    kept, tolerance = PrefillSettings(target_layer_ids=head.target_layer_ids, top_k=_TOP_K), TOLERANCES[hf.dtype]
+    samples = list(hf.prefill(responses, kept))
+    lm_head_VD = hf.target.shared_weights().lm_head_VD.detach().cpu()
+    target = compare_samples(samples, vllm.prefill(responses, kept), lm_head_VD=lm_head_VD, tolerance=tolerance)
     read = {sample.sample_id: head.read_target(sample.hidden_TD, sample.taps_TLD).detach() for sample in samples}
     answers = {response.prompt_id: response.token_ids for response in responses}
-    return compare_drafts(rows, head=head, target_hidden=read, answers=answers, tolerance=TOLERANCES[hf.dtype])
+    return target, compare_drafts(rows, head=head, target_hidden=read, answers=answers, tolerance=tolerance)
 
 
 def parity_report(parity: Parity) -> str:
@@ -139,7 +147,9 @@ def parity_report(parity: Parity) -> str:
     ]
     if parity.text is not None:
         lines += ["", *_text(parity.text)]
-    lines += ["", f"## The draft head row by row ({parity.num_traced} prompts)", "", *_stages(parity.conformance), "", _verdict(parity)]
+    where = f"row by row ({parity.num_traced} prompts and their answers)"
+    lines += ["", f"## The target {where}", "", *_stages(parity.target)]
+    lines += ["", f"## The draft head {where}", "", *_stages(parity.drafts), "", _verdict(parity)]
     lines += ["", "Served with:", "", "```", vllm.notes["serve"], "```", ""]
     return "\n".join(lines)
 
@@ -161,15 +171,14 @@ def _text(identity: Identity) -> list[str]:
 def _stages(conformance: Conformance) -> list[str]:
     lines = ["| stage | rows | rms error | largest | where | top token the same | mean KL (nats) |", "|---|---|---|---|---|---|---|"]
     for gap in conformance.gaps.values():
-        logits = (f"{gap.argmax_agreement:.4f}", f"{gap.mean_kl_nats:.1e}") if gap.stage.endswith("logits") else ("", "")
-        lines.append(
-            f"| {gap.stage} | {gap.num_rows} | {gap.rms_error:.1e} | {gap.max_error:.1e} | {gap.worst} | {logits[0]} | {logits[1]} |"
-        )
+        top = f"{gap.argmax_agreement:.4f}" if gap.stage.endswith(("logits", "log_probs")) else ""
+        kl = f"{gap.mean_kl_nats:.1e}" if gap.stage.endswith("logits") else ""
+        lines.append(f"| {gap.stage} | {gap.num_rows} | {gap.rms_error:.1e} | {gap.max_error:.1e} | {gap.worst} | {top} | {kl} |")
     return lines
 
 
 def _verdict(parity: Parity) -> str:
-    fault, tolerance = parity.conformance.fault, parity.conformance.tolerance
+    fault, tolerance = parity.fault, parity.drafts.tolerance
     apart = [name for name, value in parity.differences().items() if value.established]
     said = f"The measurements part by more than chance: {', '.join(apart)}." if apart else "The measurements agree within their intervals."
     if fault is not None:
@@ -177,4 +186,4 @@ def _verdict(parity: Parity) -> str:
             f"{said} At fault: **{fault.stage}**, the first stage beyond its tolerance (rms {fault.rms_error:.1e} of {tolerance.rms:g}, "
             f"largest {fault.max_error:.1e} of {tolerance.max:g}, at {fault.worst})."
         )
-    return f"{said} Every stage of the head is within its tolerance (rms {tolerance.rms:g}, largest {tolerance.max:g})."
+    return f"{said} Every stage of target and head is within its tolerance (rms {tolerance.rms:g}, largest {tolerance.max:g})."
