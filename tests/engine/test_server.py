@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,6 +16,7 @@ import pytest
 from mtp_train.engine.base import GenerateRequest, PrefillSettings, Sampling
 from mtp_train.engine.server import ServerEngine
 
+ROOT = Path(__file__).resolve().parents[2]
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, max_new_tokens=5, seed=3)
 
 
@@ -125,6 +129,34 @@ def test_text_without_ids_is_refused_unless_allowed(server, tiny_llama: Path) ->
         list(engine(server, tiny_llama, concurrency=1).generate(asked(1), SAMPLING))
     answer = next(iter(engine(server, tiny_llama, retokenize=True).generate(asked(1), SAMPLING)))
     assert len(answer.token_ids) == 1
+
+
+def test_regenerate_goes_on_where_the_server_left_off(server, tiny_llama: Path, tmp_path: Path) -> None:
+    """The server fails in the middle: what was answered stays, and the same command asks for the rest alone."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"question {i}?"}) + "\n" for i in range(8)), encoding="utf-8")
+    words = [
+        *("target=local", f"target.path={tiny_llama}", "target.name=tiny", f"run={tmp_path / 'run'}"),
+        *("prompt=file", f"prompt.source=[{prompts}]", "sampling.max_new_tokens=6"),
+        *("engine=server", f"engine.url=http://127.0.0.1:{server.server_address[1]}/v1", "engine.model=m"),
+        *("engine.concurrency=1", "engine.num_tries=1"),
+    ]
+
+    def regenerate() -> subprocess.CompletedProcess[str]:
+        command, environment = [sys.executable, "-m", "mtp_train.regenerate", *words], {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    server.state["failures"] = [500, None, None, None]  # taken from the end
+    stopped = regenerate()
+    assert stopped.returncode == 2 and "found status 500" in stopped.stderr and "Traceback" not in stopped.stderr, stopped.stderr
+    done = regenerate()
+    assert done.returncode == 0 and "3 of 8 answers are there already" in done.stderr, done.stderr
+    bodies = server.state["bodies"]
+    assert len(bodies) == 9
+    rows = [json.loads(line) for line in (tmp_path / "run" / "responses" / "responses.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len({row["prompt_id"] for row in rows}) == len(rows) == 8
+    given = {(*body["prompt"], *(token + 1 for token in body["prompt"][:6])) for body in bodies}
+    assert {tuple(row["token_ids"]) for row in rows} == given, "the ids that the server gave"
 
 
 def test_what_it_cannot_do_names_who_can(server, tiny_target: Path) -> None:
