@@ -24,7 +24,7 @@ from mtp_train.acceptance.report_summary import (
     interval_text,
     must_hold,
 )
-from mtp_train.acceptance.report_table import NONE, engines, estimate_note, section_table
+from mtp_train.acceptance.report_table import NONE, engines, estimate_note, section_table, serving
 from mtp_train.faults import printable
 from mtp_train.records import Acceptance
 
@@ -133,6 +133,7 @@ def _section(section: Section, colours: dict[str, int]) -> dict[str, Any]:
         "comparisons": [(comparison_text(found), found.rates[0].established) for found in section.comparisons],
         "estimate_notes": estimate_note(section),
         "identities": [_identity(figures) for figures in section.proofs],
+        "serving": serving(section),
         "measured_notes": [
             (figures.head, _notes(figures.measurement.acceptance)) for figures in shown if figures.measurement.acceptance.notes
         ],

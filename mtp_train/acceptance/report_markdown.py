@@ -8,7 +8,7 @@ import re
 from mtp_train.acceptance.certificate import GREEDY_COLUMNS, SAMPLED_COLUMNS, Certificate, greedy_rows, sampled_rows
 from mtp_train.acceptance.report_data import ReportData
 from mtp_train.acceptance.report_summary import Summary, comparison_text, identity_text
-from mtp_train.acceptance.report_table import engines, estimate_note, section_table
+from mtp_train.acceptance.report_table import engines, estimate_note, section_table, serving
 
 
 def markdown(data: ReportData, summary: Summary) -> str:
@@ -24,6 +24,8 @@ def markdown(data: ReportData, summary: Summary) -> str:
         said = [comparison_text(comparison) for comparison in section.comparisons] + estimate_note(section)
         said += [text for figures in section.proofs if (text := identity_text(figures)) is not None]
         lines += ["", *(f"- {escape(text)}" for text in said), ""]
+        for about, command in serving(section):
+            lines += [f"Served as {escape(about)}:", "", *fenced(command, "bash"), ""]
         for figures in section.proofs:
             identity = figures.measurement.identity
             for found in identity.differences if identity else ():
@@ -41,10 +43,14 @@ def markdown(data: ReportData, summary: Summary) -> str:
     if data.notes:
         lines += ["## Notes", "", *(f"- {escape(note)}" for note in data.notes), ""]
     lines += ["## How to read this", "", *(f"- {text}" for text in LEGEND), ""]
-    provenance = json.dumps(data.provenance, indent=2, ensure_ascii=False)
-    fence = "`" * (max((len(run) for run in re.findall("`+", provenance)), default=2) + 1)
-    lines += ["## What produced it", "", f"{fence}json", provenance, fence, ""]
+    lines += ["## What produced it", "", *fenced(json.dumps(data.provenance, indent=2, ensure_ascii=False), "json"), ""]
     return "\n".join(lines)
+
+
+def fenced(text: str, language: str) -> list[str]:
+    """A block of code, behind three backticks, or more than it holds in a row."""
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return [f"{fence}{language}", text, fence]
 
 
 def certificate_markdown(certificate: Certificate) -> list[str]:

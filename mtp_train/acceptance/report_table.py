@@ -56,6 +56,26 @@ def engines(section: Section) -> str:
     return "; ".join(dict.fromkeys(figures.engine for figures in section.measured)) or "no engine: the estimate alone"
 
 
+class Serving(NamedTuple):
+    """What an engine served a measurement with: ``about`` in words, ``command`` ready to paste."""
+
+    about: str
+    command: str
+
+
+def serving(section: Section) -> list[Serving]:
+    """One for each measurement whose engine states how its server is started (in the notes, ``serve``)."""
+    found = []
+    for figures in section.measured:
+        notes = figures.measurement.acceptance.notes
+        if isinstance(notes.get("serve"), str):
+            plugin = f"needs the package {notes['plugin']}" if notes.get("plugin") else "stock, no plugin"
+            attention = ", ".join(map(str, notes.get("attention", ["not stated"])))
+            about = f"{figures.head}, {figures.engine}: {notes.get('class')} ({plugin}), attention {attention}"
+            found.append(Serving(about, notes["serve"]))
+    return found
+
+
 def estimate_note(section: Section) -> list[str]:
     """For each head whether the estimate lies within the measured interval at the first position."""
     notes = []

@@ -26,6 +26,7 @@ from mtp_train.engine.vllm_process import VllmPool
 from mtp_train.engine.vllm_settings import VllmSettings
 from mtp_train.engine.vllm_speculate import acceptance, served_for
 from mtp_train.engine.vllm_trace import DraftRows, read_trace
+from mtp_train.exporter.served import serve_command
 from mtp_train.records import Acceptance, Response, Sample
 from mtp_train.runtime import progress
 
@@ -54,6 +55,7 @@ class VllmEngine(Engine):
         max_prefill_tokens: int,
         max_length_tokens: int | None,
         enforce_eager: bool,
+        attention_backend: str | None,
         gpu_memory_utilization: float,
         cpu_kv_cache_gib: int,
         cpu_threads: int | None,
@@ -69,6 +71,7 @@ class VllmEngine(Engine):
             max_prefill_tokens=max_prefill_tokens,
             max_length_tokens=max_length_tokens,
             enforce_eager=enforce_eager,
+            attention_backend=attention_backend,
             gpu_memory_utilization=gpu_memory_utilization,
             cpu_kv_cache_gib=cpu_kv_cache_gib,
             cpu_threads=cpu_threads,
@@ -224,6 +227,12 @@ class VllmEngine(Engine):
         served = served_for(settings.decoding, draft, target_path=self.settings.target_path)
         llm = self.settings.speculate_llm(served, settings)
         decoded = self._decode(requests, settings, llm, tap_draft=tap_draft)
+        serve = serve_command(
+            target=str(self.settings.target_path),
+            speculative_config=llm["speculative_config"],
+            hf_overrides=served.hf_overrides,
+            flags=self.settings.serve_flags(),
+        )
         measured = acceptance(
             requests,
             decoded.answers,
@@ -232,7 +241,7 @@ class VllmEngine(Engine):
             engine_version=self.version,
             dtype=self.dtype,
             wall_s=decoded.wall_s,
-            notes={**self.describe(), "class": served.class_name, "serve": served.command, "plugin": served.plugin, "flags": llm},
+            notes={**self.describe(), "class": served.class_name, "serve": serve, "plugin": served.plugin, "flags": llm},
         )
         return measured, decoded.rows
 

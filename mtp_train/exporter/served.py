@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,15 +33,16 @@ class Served:
             target=self.target_path,
             speculative_config={**self.speculative_config, "num_speculative_tokens": 3},
             hf_overrides=self.hf_overrides,
+            flags=(),
         )
 
 
-def serve_command(*, target: str, speculative_config: dict[str, Any], hf_overrides: dict[str, Any] | None) -> str:
-    """The ``vllm serve`` line."""
+def serve_command(*, target: str, speculative_config: dict[str, Any], hf_overrides: dict[str, Any] | None, flags: Sequence[str]) -> str:
+    """The ``vllm serve`` line; ``flags`` are further words of it."""
     parts = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative_config)]
     if hf_overrides is not None:
         parts += ["--hf-overrides", json.dumps(hf_overrides)]
-    return shlex.join(parts)
+    return shlex.join([*parts, *flags])
 
 
 def read_served(folder: Path) -> Served:

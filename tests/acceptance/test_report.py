@@ -114,6 +114,19 @@ def test_page_says_how_it_was_measured(written: tuple[Path, str]) -> None:
         assert said in text, said
 
 
+def test_how_it_was_served_stands_there_to_be_pasted(report_data: ReportData, tmp_path: Path, nasty: str) -> None:
+    first, *others = report_data.measurements
+    notes = {"class": nasty, "plugin": None, "attention": ["FLASHINFER"], "serve": f"vllm serve '{nasty}'"}
+    served = dataclasses.replace(first, acceptance=dataclasses.replace(first.acceptance, notes=notes))
+    index = write_report(dataclasses.replace(report_data, measurements=(served, *others)), tmp_path / "served")
+    found = parsed(index.read_text(encoding="utf-8"))
+    text = " ".join("".join(found.text).split())
+    assert "script" not in found.tags and "img" not in found.tags
+    assert f"(stock, no plugin), attention FLASHINFER: vllm serve '{nasty}'" in text
+    written = (index.parent / "report.md").read_text(encoding="utf-8")
+    assert f"```bash\nvllm serve '{nasty}'\n```" in written and written.count("Served as") == 1
+
+
 def test_markdown_escapes(written: tuple[Path, str]) -> None:
     text = (written[0] / "report.md").read_text(encoding="utf-8")
     prose = text[: text.index("## What produced it")]

@@ -151,6 +151,11 @@ def vllm_target(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def vllm_target_tied(tmp_path_factory) -> Path:
+    return sys.modules[_NAME].write_cyclic_llama(tmp_path_factory.mktemp("vllm") / "llama-tied", tied=True)
+
+
+@pytest.fixture(scope="session")
 def vllm_hf(vllm_target):
     """The reference over that target; it decodes with the head that has all norms."""
     head = sys.modules[_NAME].normed_head

