@@ -223,7 +223,7 @@ def report(arguments: argparse.Namespace, timings: dict[str, list[Timing]], resp
         "",
         f"`python tools/bench_vllm_precompute.py {_words(arguments)}`",
         "",
-        f"{made_by['machine']}; {engine.version}, torch {made_by['packages'].get('torch')}, {stated.get('attention')}, {arguments.dtype}, "
+        f"{made_by['machine']}; {engine.version}, torch {made_by['packages'].get('torch')}, {', '.join(stated['attention'])}, {arguments.dtype}, "
         f"{'compiled' if arguments.compile else 'eager'}, {arguments.threads} thread(s) per vLLM; target {arguments.target_word}; commit "
         f"{made_by['git_commit']}.",
         "",
