@@ -66,7 +66,7 @@ def _check(cfg: DictConfig, decoding: Decoding) -> None:
     counts = {"batch_size": (cfg.batch_size, 1), "max_new_tokens": (cfg.max_new_tokens, 1), "num_shown": (cfg.num_shown, 0)}
     if cfg.identity.num_prompts != 0:
         counts["identity.max_new_tokens"] = (cfg.identity.max_new_tokens, 1)
-        _settings(cfg, decoding, None)
+        _settings(cfg, decoding, None, draws=decoding.draws)
     if cfg.identity.num_prompts is not None:
         counts["identity.num_prompts"] = (cfg.identity.num_prompts, 0)
     for key, (found, least) in counts.items():
@@ -76,18 +76,19 @@ def _check(cfg: DictConfig, decoding: Decoding) -> None:
         check_name(name, key="prompt_sets")
     for name, way in _ways(cfg).items():
         try:
-            _settings(cfg, decoding, way)
+            _settings(cfg, decoding, way, draws=decoding.draws)
         except ValueError as fault:
             raise ValueError(f"ways.{name}: {fault}") from None
 
 
-def _settings(cfg: DictConfig, decoding: Decoding, way: Way | None) -> SpeculateSettings:
-    """The settings of one way; None: those of the proof that speculation is plain greedy decoding."""
+def _settings(cfg: DictConfig, decoding: Decoding, way: Way | None, *, draws: bool) -> SpeculateSettings:
+    """The settings of one way; None: those of the proof that speculation is plain greedy decoding. ``draws``: whether drafts can be
+    drawn from q."""
     from mtp_train.engine.measure import speculate_settings
 
     drawn = {"temperature": 0.0, "top_p": 1.0, "draft_sampling": "greedy"} if way is None else asdict(way)
     limit = cfg.identity.max_new_tokens if way is None else cfg.max_new_tokens
-    return speculate_settings(decoding=decoding, way=drawn, max_new_tokens=limit, seed=cfg.seed, batch_size=cfg.batch_size)
+    return speculate_settings(decoding=decoding, way=drawn, max_new_tokens=limit, seed=cfg.seed, batch_size=cfg.batch_size, draws=draws)
 
 
 def _engine(cfg: DictConfig, target: OpenTarget, **changed: Any) -> Engine:
@@ -149,12 +150,14 @@ def _draft_of(engine: Engine, checkpoint: Path | None, target: OpenTarget, serve
 
 
 class _How(NamedTuple):
-    """What is measured: a head's name and checkpoint (None: a scheme without a head), what the engine loads, the scheme."""
+    """What is measured: a head's name and checkpoint (None: a scheme without a head), what the engine loads, the scheme, and whether
+    its drafts can be drawn."""
 
     name: str
     checkpoint: Path | None
     draft: Path | None
     decoding: Decoding
+    draws: bool
 
 
 def _measure_ways(
@@ -166,7 +169,7 @@ def _measure_ways(
 
     measured: list[Measurement] = []
     for way_name, way in _ways(cfg).items():
-        settings = _settings(cfg, how.decoding, way)
+        settings = _settings(cfg, how.decoding, way, draws=how.draws)
         for set_name in way.prompt_sets:
             requests = prompt_sets[set_name]
             stated = [str(settings), way.plain, [astuple(request) for request in requests]]
@@ -194,7 +197,7 @@ def _measure_identity(cfg: DictConfig, how: _How, *, target: OpenTarget, pieces:
     from mtp_train.engine.comparison import piece_key
     from mtp_train.engine.measure import prove_identity
 
-    settings = _settings(cfg, how.decoding, None)
+    settings = _settings(cfg, how.decoding, None, draws=how.draws)
     log(f"evaluate: {how.name}, {how.decoding.word}, float32: is speculation plain greedy decoding, on {len(requests)} prompts")
 
     def prove() -> Measurement:
@@ -239,7 +242,8 @@ def main(cfg: DictConfig) -> None:
     }
     pieces = Pieces(folder=run.out / "pieces" / name, identity=depends_on | {"format": FORMAT_VERSION})
     draft = _draft_of(engine, checkpoint, target, pieces.folder / "served")
-    how = _How(name=name, checkpoint=checkpoint, draft=draft, decoding=decoding)
+    draws = decoding.draws and (head is None or engine.draws_drafts_of(head["method"]))
+    how = _How(name=name, checkpoint=checkpoint, draft=draft, decoding=decoding, draws=draws)
     measured = _measure_ways(cfg, how, target=target, engine=engine, pieces=pieces, prompt_sets=prompt_sets)
     if cfg.identity.num_prompts != 0:
         requests = prompt_sets[cfg.identity.prompt_set][: cfg.identity.num_prompts]

@@ -100,6 +100,7 @@ def main(cfg: DictConfig) -> None:
             return head
 
         meta = meta_head(make_head, target)
+        objective.check(meta)
         work = _work(cfg, meta, num_tokens=num_tokens, exact_teacher=objective.needs("exact_teacher"))
         plan = make_plan(
             target=target,

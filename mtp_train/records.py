@@ -216,12 +216,14 @@ class DraftStep:
     """One depth of a head's unroll: at row t, ``hidden_TD[t]`` speaks about token t + ``ahead``.
 
     Depth k has ``ahead`` = k + 2. ``hidden_TD`` is what the lm_head reads (after the output norm, where the head has
-    one); ``project`` turns any rows of it into logits over the U tokens that the head can draft, late and in chunks.
+    one); ``project`` turns any rows of it into logits over the U tokens that the head can draft, late and in chunks, and
+    ``parameters`` are what it reads of the head's own, which the objective differentiates by apart.
     """
 
     ahead: int
     hidden_TD: torch.Tensor
     project: Callable[[torch.Tensor], torch.Tensor]
+    parameters: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

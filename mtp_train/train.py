@@ -73,13 +73,13 @@ def _objective(cfg: DictConfig) -> Objective:
 
 
 def _head(
-    cfg: DictConfig, target: OpenTarget, accelerator: Accelerator, train: Subset, held_out: Subset | None
+    cfg: DictConfig, target: OpenTarget, accelerator: Accelerator, objective: Objective, train: Subset, held_out: Subset | None
 ) -> tuple[Head, Subset, Subset | None]:
     """The head as training begins, and the samples with what it reads of them. Its draft vocabulary, where it has one, is
     counted in those to train on.
 
-    Errors: ValueError where it reads tapped layers that the cache lacks, or noise_scale would shake the last hidden state,
-    which it then does not read.
+    Errors: ValueError where it reads tapped layers that the cache lacks, cannot be trained with these losses and depths, or
+    noise_scale would shake the last hidden state and it does not read that.
     """
     from mtp_train.target.draft_vocabulary import count_answer_tokens, most_frequent
     from mtp_train.target.weights import read_shared
@@ -87,11 +87,10 @@ def _head(
 
     shared = read_shared(target.path).to(device=accelerator.device, dtype=compute_dtype(cfg.precision))
     head: Head = build(cfg.head, target_path=target.path, shared=shared, trust_remote_code=target.trust_remote_code)
-    if head.target_layer_ids and cfg.noise_scale:
-        raise ValueError(
-            "noise_scale: expected 0 for a head that reads tapped layers (it learns from its own states: draft_steps), "
-            f"found {cfg.noise_scale}; set noise_scale=0"
-        )
+    objective.check(head)
+    if cfg.noise_scale and (head.target_layer_ids or not head.reads_hidden):
+        instead = "tapped layers (it learns from its own states: draft_steps)" if head.target_layer_ids else "tokens alone"
+        raise ValueError(f"noise_scale: expected 0 for a head that reads {instead}, found {cfg.noise_scale}; set noise_scale=0")
     train = train.with_taps(head.target_layer_ids)
     held_out = None if held_out is None else held_out.with_taps(head.target_layer_ids)
     if head.draft_vocab_size is not None:
@@ -203,7 +202,7 @@ def main(cfg: DictConfig) -> None:
     settings = _loop_settings(cfg, num_steps=num_steps)
     objective = _objective(cfg)
     accelerator = make_accelerator(cfg.device)
-    head, train, held_out = _head(cfg, target, accelerator, train, held_out)
+    head, train, held_out = _head(cfg, target, accelerator, objective, train, held_out)
     if cfg.checkpoint_activations:
         head.recompute_activations(depths=cfg.draft_steps > 1)
     identity = _identity(cfg, head, train, num_steps=num_steps)

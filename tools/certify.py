@@ -85,8 +85,8 @@ def greedy(arguments: argparse.Namespace, unfinished: Any) -> list[Any]:
     for decoding in (build(load_word("decoding", word)) for word in words):
         for checkpoint in arguments.checkpoint if decoding.needs_head else [None]:
             method = None if checkpoint is None else read_head_config(checkpoint)["method"]
-            if checkpoint is not None and (method == "medusa") != (decoding.word == "medusa_tree"):
-                continue  # parallel heads draft the product of what they say, and no other head does
+            if decoding.word in (("eagle_tree", "dynamic_tree") if method == "medusa" else ("medusa_tree",)):
+                continue  # parallel heads draft the product of what they say, or one token each, and no other head does so
 
             def compare(decoding: Any = decoding, checkpoint: Path | None = checkpoint) -> GreedyCase:
                 return compare_texts(

@@ -74,6 +74,12 @@ def loss_rows(batch: Batch, *, ahead: int) -> LossRows:
     return LossRows(base_M, base_M + (ahead - 1), base_M + ahead)
 
 
+def rows_of_depths(batch: Batch, *, num_depths: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The bases that count at the last of ``num_depths`` depths, int64 (M,), and for each depth their teacher's rows."""
+    deepest = loss_rows(batch, ahead=num_depths + 1)
+    return deepest.base_M, tuple(deepest.base_M + depth + 1 for depth in range(num_depths))
+
+
 def teacher_rows(loss_mask_T: torch.Tensor) -> torch.Tensor:
     """Positions j of one sample whose logits z_j a head may be taught: x_{j + 1} is the target's own, int64 (M,).
 

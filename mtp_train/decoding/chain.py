@@ -1,7 +1,8 @@
 """``decoding=chain``: a head proposes K tokens one after the other, for several sequences at once.
 
 A round brings the bases that the last verification settled; the last of them gives the first draft, and each further one is
-drafted from the head's own hidden state and last draft (``head_rows.py``).
+drafted from the head's own hidden state and last draft (``head_rows.py``). Parallel heads say all tokens at once; a chain of
+theirs takes one of each, as vLLM's ``medusa`` method does.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from mtp_train.acceptance.draft import ROOT, Draft, chain
 from mtp_train.acceptance.verify import draw, probabilities, uniforms
 from mtp_train.decoding.base import Decoding, Drafter, NewBases, check_at_least
 from mtp_train.decoding.head_rows import HeadRows, Reading
-from mtp_train.head.base import Head
+from mtp_train.head.base import Head, ParallelHead
 from mtp_train.nn.ragged import RaggedCache
 
 
@@ -43,8 +44,10 @@ class Chain(Decoding):
     def num_nodes(self) -> int:
         return self.num_speculative_tokens
 
-    def drafter(self, *, head: Head | None, num_slots: int, temperature: float, top_p: float) -> ChainDrafter:
+    def drafter(self, *, head: Head | None, num_slots: int, temperature: float, top_p: float) -> Drafter:
         assert head is not None
+        if isinstance(head, ParallelHead):
+            return ParallelChainDrafter(settings=self, head=head, temperature=temperature, top_p=top_p)
         return ChainDrafter(
             head=head,
             num_slots=num_slots,
@@ -80,24 +83,61 @@ class ChainDrafter(Drafter):
             return [None] * len(new)
         slots = [new[index].slot for index in drafting]
         generators = [new[index].generator for index in drafting]
-        steps: list[tuple[list[int], torch.Tensor | None]] = []
+        steps: list[_Step] = []
         for depth in range(self.num_speculative_tokens):
             if depth:
                 parent = depth - 2 if depth > 1 else ROOT
                 readings = [Reading(slot, [depth - 1], [parent], [token]) for slot, token in zip(slots, steps[-1][0], strict=True)]
                 hidden_BD, feedback_BD = self.rows.read(readings, feedback_BD)
-            steps.append(self._choose(hidden_BD, generators))
-        drafts: list[Draft | None] = [None] * len(new)
-        for row, index in enumerate(drafting):
-            q_rows = [q_BV[row] for _, q_BV in steps if q_BV is not None]
-            drafts[index] = chain([tokens[row] for tokens, _ in steps], torch.stack(q_rows) if q_rows else None)
-        return drafts
+            steps.append(_choose(self.rows.logits(hidden_BD), generators, temperature=self.temperature, top_p=self.top_p))
+        return _chains(steps, drafting, len(new))
 
-    def _choose(self, hidden_BD: torch.Tensor, generators: Sequence[torch.Generator | None]) -> tuple[list[int], torch.Tensor | None]:
-        logits_BV = self.rows.logits(hidden_BD)
-        if self.temperature == 0:
-            return logits_BV.max(-1).indices.tolist(), None
-        q_BV = probabilities(logits_BV, temperature=self.temperature, top_p=self.top_p)
-        own = [generator for generator in generators if generator is not None]
-        assert len(own) == len(generators), "drafts that are drawn need each request's generator"
-        return draw(q_BV, uniforms(own, [1] * len(own))).tolist(), q_BV
+
+class ParallelChainDrafter(Drafter):
+    """Takes one token of each parallel head: its most probable one, or drawn from its q, which hangs on no other draft."""
+
+    def __init__(self, *, settings: Chain, head: ParallelHead, temperature: float, top_p: float) -> None:
+        if settings.depth > head.num_ahead:
+            raise ValueError(
+                f"decoding.num_speculative_tokens: expected at most {head.num_ahead}, which this head speaks about at once, "
+                f"found {settings.depth}"
+            )
+        self.head, self.depth, self.temperature, self.top_p = head, settings.depth, temperature, top_p
+
+    def begin(self, slot: int, token_ids: Sequence[int]) -> None:
+        pass
+
+    def settle(self, slot: int, path: Sequence[int], observed: Sequence[int]) -> int:
+        return 0
+
+    @torch.inference_mode()
+    def propose(self, new: Sequence[NewBases]) -> list[Draft | None]:
+        drafting = [index for index, bases in enumerate(new) if bases.drafts]
+        if not drafting:
+            return [None] * len(new)
+        logits_KBV = self.head.ahead(torch.stack([new[index].hidden_BD[-1] for index in drafting]))
+        generators = [new[index].generator for index in drafting]
+        steps = [_choose(logits, generators, temperature=self.temperature, top_p=self.top_p) for logits in logits_KBV[: self.depth]]
+        return _chains(steps, drafting, len(new))
+
+
+# Of one depth: a token for each sequence, and what they were drawn from (None: chosen).
+_Step = tuple[list[int], torch.Tensor | None]
+
+
+def _choose(logits_BV: torch.Tensor, generators: Sequence[torch.Generator | None], *, temperature: float, top_p: float) -> _Step:
+    if temperature == 0:
+        return logits_BV.max(-1).indices.tolist(), None
+    q_BV = probabilities(logits_BV, temperature=temperature, top_p=top_p)
+    own = [generator for generator in generators if generator is not None]
+    assert len(own) == len(generators), "drafts that are drawn need each request's generator"
+    return draw(q_BV, uniforms(own, [1] * len(own))).tolist(), q_BV
+
+
+def _chains(steps: Sequence[_Step], drafting: Sequence[int], num_slots: int) -> list[Draft | None]:
+    """The tokens of all depths as a chain for each sequence that drafts, None for the others."""
+    drafts: list[Draft | None] = [None] * num_slots
+    for row, index in enumerate(drafting):
+        q_rows = [q_BV[row] for _, q_BV in steps if q_BV is not None]
+        drafts[index] = chain([tokens[row] for tokens, _ in steps], torch.stack(q_rows) if q_rows else None)
+    return drafts

@@ -18,7 +18,7 @@ import torch
 
 from mtp_train.acceptance.draft import ROOT
 from mtp_train.decoding.base import NewBases
-from mtp_train.head.base import Drafted, Head
+from mtp_train.head.base import Drafted, Head, ParallelHead
 from mtp_train.nn.ragged import RaggedAttention, RaggedCache
 from mtp_train.nn.tree import Tree
 
@@ -48,6 +48,11 @@ class HeadRows:
     """
 
     def __init__(self, *, head: Head, num_slots: int, refresh: bool) -> None:
+        if isinstance(head, ParallelHead):
+            raise ValueError(
+                f"decoding: expected a head that drafts behind its own drafts, found {head.word}, which speaks about all tokens at once; "
+                "it drafts with decoding=medusa_tree or chain"
+            )
         self.head, self.refresh = head, refresh and head.reads_hidden
         self.cache = RaggedCache(num_slots=num_slots)
         self._num_bases = [0] * num_slots

@@ -148,6 +148,10 @@ class Engine(ABC):
         """Decode with drafts and count what is accepted. ``draft``: a checkpoint for ``hf``, a served folder for the rest; None
         for schemes that need no head."""
 
+    def draws_drafts_of(self, method: str) -> bool:
+        """Whether drafts of a head of this method can be drawn from its q here; else they are its most probable tokens."""
+        return True
+
     @abstractmethod
     def baseline(self, requests: Sequence[SpeculateRequest], settings: SpeculateSettings) -> Baseline:
         """Decode the same requests without drafts, by the same settings."""

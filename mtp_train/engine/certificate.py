@@ -27,7 +27,7 @@ from mtp_train.decoding.prompt_lookup import PromptLookup
 from mtp_train.engine.base import DraftSampling, Sampling, SpeculateRequest, SpeculateSettings
 from mtp_train.engine.hf import HfEngine
 from mtp_train.engine.measure import prove_identity
-from mtp_train.head.base import Drafted, Head, ParallelHead
+from mtp_train.head.base import Head, ParallelHead
 from mtp_train.head.mtp import Mtp
 from mtp_train.nn.attention import PackedAttention
 from mtp_train.runtime import atomic_write_json, log, read_json
@@ -89,9 +89,6 @@ class _RandomHeads(ParallelHead):
 
     def unroll(self, batch: Any) -> Iterator[Any]:
         raise AssertionError("never trained")
-
-    def draft(self, *, token_ids_T: torch.Tensor, hidden_TD: torch.Tensor, position_T: torch.Tensor, context: Any) -> Drafted:
-        raise AssertionError("it drafts all at once")
 
     def settings(self) -> dict[str, Any]:
         return {}

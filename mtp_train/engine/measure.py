@@ -158,12 +158,14 @@ def estimate_from_answers(
     return Measurement(head=head, prompt_set=prompt_set, acceptance=acceptance, plain=None, identity=None)
 
 
-def speculate_settings(*, decoding: Decoding, way: dict[str, Any], max_new_tokens: int, seed: int, batch_size: int) -> SpeculateSettings:
-    """The engine's settings from those of the command line. Where a scheme's drafts cannot be drawn, drawn ones are not asked for,
-    and the log says so."""
+def speculate_settings(
+    *, decoding: Decoding, way: dict[str, Any], max_new_tokens: int, seed: int, batch_size: int, draws: bool
+) -> SpeculateSettings:
+    """The engine's settings from those of the command line. Where drafts cannot be drawn (``draws`` of the scheme and of whoever
+    drafts), drawn ones are not asked for, and the log says so."""
     draft_sampling = way["draft_sampling"]
-    if draft_sampling == "probabilistic" and not decoding.draws:
-        log(f"decoding={decoding.word} chooses its drafts by a rule: draft_sampling is greedy (q one-hot), not probabilistic")
+    if draft_sampling == "probabilistic" and not draws:
+        log(f"decoding={decoding.word}: drafts are chosen by a rule here: draft_sampling is greedy (q one-hot), not probabilistic")
         draft_sampling = "greedy"
     return SpeculateSettings(
         decoding=decoding,

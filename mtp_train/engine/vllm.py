@@ -211,6 +211,9 @@ class VllmEngine(Engine):
                 rows = list(read_trace(path))
             return _Decoded(answers, pool.ask({"kind": "counters"})[0], wall_s, rows)
 
+    def draws_drafts_of(self, method: str) -> bool:
+        return method != "medusa"  # MedusaProposer takes the argmax of each head
+
     def speculate(self, requests: Sequence[SpeculateRequest], draft: Path | None, settings: SpeculateSettings) -> Acceptance:
         return self._speculate(requests, draft, settings, tap_draft=False)[0]
 
@@ -225,6 +228,13 @@ class VllmEngine(Engine):
         self, requests: Sequence[SpeculateRequest], draft: Path | None, settings: SpeculateSettings, *, tap_draft: bool
     ) -> tuple[Acceptance, list[DraftRows]]:
         served = served_for(settings.decoding, draft, target_path=self.settings.target_path)
+        method = served.speculative_config["method"]
+        if settings.draft_sampling == "probabilistic" and not self.draws_drafts_of(method):
+            raise ValueError(
+                f"draft_sampling: expected greedy with vLLM's method {method}, found probabilistic; engine=hf draws its drafts"
+            )
+        if tap_draft and method not in ("mtp", "eagle", "eagle3"):
+            raise ValueError(f"trace: expected a head that reads its own states (mtp, eagle or eagle3), found one of method {method}")
         llm = self.settings.speculate_llm(served, settings)
         decoded = self._decode(requests, settings, llm, tap_draft=tap_draft)
         serve = serve_command(

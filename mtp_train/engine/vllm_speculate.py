@@ -62,7 +62,8 @@ def acceptance(
 def served_for(decoding: Decoding, draft: Path | None, *, target_path: Path) -> Served:
     """How vLLM runs a scheme: chains with a head from its served folder, prompt lookup by its own method ngram.
 
-    Errors: NotImplementedError for schemes that vLLM does not serve; ValueError where ``draft`` is no served folder.
+    Errors: NotImplementedError for schemes that vLLM does not serve; ValueError where ``draft`` is no served folder, or can give
+    fewer drafts than are asked for.
     """
     if isinstance(decoding, PromptLookup):
         config = {"method": "ngram", "prompt_lookup_min": decoding.min_ngram, "prompt_lookup_max": decoding.max_ngram}
@@ -72,7 +73,13 @@ def served_for(decoding: Decoding, draft: Path | None, *, target_path: Path) -> 
     if not decoding.refresh:
         raise NotImplementedError("engine=vllm always runs the head again over accepted tokens; refresh=false is measured by engine=hf")
     assert draft is not None, "chains need a head"
-    return read_served(draft)
+    served = read_served(draft)
+    if served.max_speculative_tokens is not None and decoding.depth > served.max_speculative_tokens:
+        raise ValueError(
+            f"decoding.num_speculative_tokens: expected at most {served.max_speculative_tokens}, for which {draft} has heads, "
+            f"found {decoding.depth}"
+        )
+    return served
 
 
 def prompt_acceptance(request: SpeculateRequest, answer: Mapping[str, Any], settings: SpeculateSettings) -> PromptAcceptance:

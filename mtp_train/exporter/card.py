@@ -19,13 +19,12 @@ states and drafts the tokens that the target then verifies.
 | head / method | `{head}` / `{method}` |
 | target | {target}, weights sha256 `{fingerprint}` |
 | reads | {reads} |
-| parameters | {num_parameters:,}, float32; {not_shipped} the target's own and not in this folder |
+| parameters | {num_parameters:,}, float32{not_shipped} |
 | head weights sha256 | `{sha256}` (of the checkpoint's head.safetensors) |
 
 ## Graph
 
-Position i of a sequence, depth 0, reads the pair (h_i, embed(x_(i+1))) and speaks about x_(i+2); depth k reads its own state of
-depth k - 1 with embed(x_(i+1+k)), at rotary position i + k, and attends to the depth-0 keys up to i and its own base's later ones.
+{alignment}
 
 {graph}
 
@@ -40,7 +39,7 @@ from pathlib import Path
 from mtp_train.exporter.hf import load_exported
 
 graph = load_exported(Path("this folder"), target_path=Path("the target's folder"))
-for step in graph.unroll({arguments}, num_depths=3):
+for step in graph.unroll({arguments}, num_depths={depths}):
     step.logits_TV  # row t: the draft of token t + depth + 2
 ```
 
@@ -50,6 +49,12 @@ Read back and run through a forward of its own, this export equals the trained h
 difference {difference:.1e} of the largest logit (allowed: {tolerance:.0e}). Each tensor, perturbed, changes the logits.
 `export.json` holds the sha256 of every file.
 """
+_RECURRENT = """
+Position i of a sequence, depth 0, reads the pair (h_i, embed(x_(i+1))) and speaks about x_(i+2); depth k reads its own state of
+depth k - 1 with embed(x_(i+1+k)), at rotary position i + k, and attends to the depth-0 keys up to i and its own base's later ones."""
+_PARALLEL = """
+Position i of a sequence reads h_i alone, and head k of {num_heads} speaks about x_(i+2+k), knowing none of the tokens between:
+depth k below is head k."""
 _LAST_HIDDEN = "the target's last hidden state, `{hidden_state}` (post_norm: after the final norm, what the lm_head reads)"
 _LAYER = "(`{model_type}`, sizes and rotary settings as `target_config`\n   in config.json states them)"
 _PAIR = """1. e = embed(next token){zeroed}{embed_norm}; s = {hidden_norm}.
@@ -63,33 +68,54 @@ _EAGLE3 = """1. {fusion}
    {layer}.
 3. o = `norm`(r); logits = `lm_head` · o{vocabulary}.
 4. The state that depth k + 1 reads in place of h is {feedback}."""
+_MEDUSA = """1. x = h; then, {num_layers} times (j = 0, 1, ...), x = x + SiLU(`blocks.k.layers.j` · x).
+2. logits = {lm_head} · x."""
 
 
 def card(source: Source, config: Mapping[str, Any], *, proof: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
     """The card as Markdown, in words that follow the config."""
     layer = _LAYER.format(model_type=source.target_config["model_type"])
     reads = _LAST_HIDDEN.format(hidden_state=config["hidden_state"])
-    eagle3 = config["method"] == "eagle3"
+    method: str = config["method"]
+    eagle3 = method == "eagle3"
     if eagle3 and config["target_layer_ids"]:
         reads = f"the outputs of the target's layers {config['target_layer_ids']} (0-based, before the final norm)"
     return _CARD.format(
         head=config["head"],
-        method=config["method"],
+        method=method,
         target=config["target"]["target_name"],
         fingerprint=config["target"]["target_fingerprint"],
         reads=reads,
         num_parameters=sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point()),
-        not_shipped="the embedding is" if eagle3 else "embedding and lm_head are",
+        not_shipped=_not_shipped(config),
         sha256=source.head["weights_sha256"],
-        graph=_eagle3(config, layer) if eagle3 else _pair(config, layer),
+        alignment=(_PARALLEL.format(num_heads=config["num_heads"]) if method == "medusa" else _RECURRENT).strip(),
+        graph=_graph(config, layer),
         tensors="\n".join(f"| `{name}` | {' x '.join(map(str, tensor.shape))} |" for name, tensor in sorted(tensors.items())),
         arguments="token_ids_T=token_ids, hidden_TD=post_norm_hidden"
         + (", taps_TLD=taps" if eagle3 and config["target_layer_ids"] else ""),
+        depths=config["num_heads"] if method == "medusa" else 3,
         num_rows=proof["num_rows"],
         num_depths=proof["num_depths"],
         difference=proof["largest_difference"]["logits"],
         tolerance=proof["tolerance"],
     )
+
+
+def _not_shipped(config: Mapping[str, Any]) -> str:
+    """What the head takes from the target, if anything."""
+    method = config["method"]
+    if method == "medusa" and config["own_lm_heads"]:
+        return ""
+    taken = {"medusa": "the lm_head is", "eagle3": "the embedding is"}.get(method, "embedding and lm_head are")
+    return f"; {taken} the target's own and not in this folder"
+
+
+def _graph(config: Mapping[str, Any], layer: str) -> str:
+    if config["method"] == "medusa":
+        lm_head = "`lm_heads.k`" if config["own_lm_heads"] else "the target's lm_head"
+        return _MEDUSA.format(num_layers=config["num_layers"], lm_head=lm_head)
+    return _eagle3(config, layer) if config["method"] == "eagle3" else _pair(config, layer)
 
 
 def _pair(config: Mapping[str, Any], layer: str) -> str:

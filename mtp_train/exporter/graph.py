@@ -29,30 +29,21 @@ class GraphStep(NamedTuple):
 
 
 class Graph(ABC):
-    """What the heads' graphs have in common: the loop over depths, the layer's config and mask, loading.
+    """What all heads' graphs have in common: their modules, loading, the target's lm_head.
 
     ``config`` is the exported config.json, ``tensors`` the exported weights.
     Errors: ValueError where a tensor is missing, has another shape, or is not part of the graph.
     """
 
     def __init__(self, *, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], shared: SharedWeights) -> None:
-        from transformers import AutoConfig
-
-        self.norms: Mapping[str, bool] = config["norms"]
         self.shared = shared
-        target = dict(config["target_config"])
-        layer_config = AutoConfig.for_model(target.pop("model_type"), **target)
-        layer_config._attn_implementation = "eager"
-        layer_config._experts_implementation = "eager"
-        self.config = layer_config
-        self.layer_index = layer_config.num_hidden_layers - 1
-        self.parts = layer_parts(layer_config)
-        self.rotary = self.parts.rotary(config=layer_config)
         self.modules = torch.nn.ModuleDict(self._modules(config)).eval().requires_grad_(False)
         self.load(tensors)
 
-    def _norm(self, *, there: bool = True) -> torch.nn.Module:
-        return self.parts.norm(self.config.hidden_size, eps=self.config.rms_norm_eps) if there else torch.nn.Identity()
+    @property
+    def num_depths(self) -> int | None:
+        """How many depths it has parts for, each of its own; None: the same parts serve all."""
+        return None
 
     @abstractmethod
     def _modules(self, config: Mapping[str, Any]) -> dict[str, torch.nn.Module]:
@@ -65,12 +56,41 @@ class Graph(ABC):
         except RuntimeError as error:
             raise ValueError(f"export: expected the tensors of the graph that config.json states, found {error}") from error
 
-    @torch.no_grad()
+    @abstractmethod
     def unroll(
         self, *, token_ids_T: torch.Tensor, hidden_TD: torch.Tensor, num_depths: int, taps_TLD: torch.Tensor | None = None
     ) -> Iterator[GraphStep]:
         """Draft ``num_depths`` deep from every base of one sample (T tokens, the target's hidden states of their positions,
         and the layers that it taps, where the head reads any)."""
+
+    def _logits(self, out_TD: torch.Tensor) -> torch.Tensor:
+        return functional.linear(out_TD, self.shared.lm_head_VD.float())
+
+
+class LayerGraph(Graph):
+    """What the graphs of one decoder layer have in common: the loop over depths, the layer's config and mask."""
+
+    def __init__(self, *, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], shared: SharedWeights) -> None:
+        from transformers import AutoConfig
+
+        self.norms: Mapping[str, bool] = config["norms"]
+        target = dict(config["target_config"])
+        layer_config = AutoConfig.for_model(target.pop("model_type"), **target)
+        layer_config._attn_implementation = "eager"
+        layer_config._experts_implementation = "eager"
+        self.config = layer_config
+        self.layer_index = layer_config.num_hidden_layers - 1
+        self.parts = layer_parts(layer_config)
+        self.rotary = self.parts.rotary(config=layer_config)
+        super().__init__(config=config, tensors=tensors, shared=shared)
+
+    def _norm(self, *, there: bool = True) -> torch.nn.Module:
+        return self.parts.norm(self.config.hidden_size, eps=self.config.rms_norm_eps) if there else torch.nn.Identity()
+
+    @torch.no_grad()
+    def unroll(
+        self, *, token_ids_T: torch.Tensor, hidden_TD: torch.Tensor, num_depths: int, taps_TLD: torch.Tensor | None = None
+    ) -> Iterator[GraphStep]:
         from transformers import DynamicCache
 
         cache = DynamicCache()
@@ -89,9 +109,6 @@ class Graph(ABC):
     @abstractmethod
     def _layer(self, embed_TD: torch.Tensor, state_TD: torch.Tensor, *, depth: int, cache: Cache) -> torch.Tensor:
         """One depth's decoder layer over all bases, before the output norm, (T, D)."""
-
-    def _logits(self, out_TD: torch.Tensor) -> torch.Tensor:
-        return functional.linear(out_TD, self.shared.lm_head_VD.float())
 
     def _attention_inputs(self, x_1TE: torch.Tensor, *, depth: int) -> dict[str, Any]:
         """Rotary embedding and mask of a depth, as transformers' layers and attention take them."""
@@ -124,7 +141,7 @@ class Graph(ABC):
         return kinds[self.layer_index] == "sliding_attention" if kinds else bool(settings.get("use_sliding_window", True))
 
 
-class PairGraph(Graph):
+class PairGraph(LayerGraph):
     """Projection of (hidden, next token), one decoder layer, an output norm; which norms there are, the config says.
 
     Tensors: embed_norm, hidden_norm, fc, layers.0.*, norm.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from mtp_train.exporter.graph import Graph
+from mtp_train.exporter.graph import LayerGraph
 from mtp_train.target.draft_vocabulary import from_offsets
 from mtp_train.target.weights import SharedWeights
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 D2T = "d2t"
 
 
-class Eagle3Graph(Graph):
+class Eagle3Graph(LayerGraph):
     """Taps joined by ``fc``; attention over cat[input_layernorm(embedding), hidden_norm(state)], added to the state, as is the
     MLP; ``norm``; an lm_head of its own. Logits are over the target's vocabulary, -inf outside the draft vocabulary.
 

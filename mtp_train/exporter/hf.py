@@ -13,6 +13,7 @@ from mtp_train.exporter.card import card
 from mtp_train.exporter.eagle3 import EAGLE3_TABLE, with_offsets
 from mtp_train.exporter.graph import Graph, PairGraph
 from mtp_train.exporter.graph_eagle3 import Eagle3Graph
+from mtp_train.exporter.graph_medusa import MEDUSA_TABLE, MedusaGraph
 from mtp_train.exporter.proof import prove, read_probe, same_tensors
 from mtp_train.runtime import atomic_write_json, atomic_write_text, read_json
 from mtp_train.target.weights import SharedWeights, read_shared
@@ -30,14 +31,14 @@ PAIR_TABLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Layout:
-    """How heads of one graph are written: ``settings`` and ``norms`` are what head.json must state of them."""
+    """How heads of one graph are written: ``settings`` and ``norms`` (None: it has none) are what head.json must state of them."""
 
     model_type: str
     architecture: str
     graph: type[Graph]
     table: tuple[Rename, ...]
     settings: tuple[str, ...]
-    norms: frozenset[str]
+    norms: frozenset[str] | None
 
 
 _PAIR = _Layout(
@@ -56,7 +57,15 @@ _EAGLE3 = _Layout(
     settings=("norms", "target_layer_ids", "draft_vocab_size"),
     norms=frozenset({"taps", "feedback"}),
 )
-_LAYOUTS = {"mtp": _PAIR, "eagle": _PAIR, "eagle3": _EAGLE3}
+_MEDUSA = _Layout(
+    model_type="mtp_train_medusa",
+    architecture="MtpTrainMedusaHead",
+    graph=MedusaGraph,
+    table=MEDUSA_TABLE,
+    settings=("num_heads", "num_layers", "own_lm_heads"),
+    norms=None,
+)
+_LAYOUTS = {"mtp": _PAIR, "eagle": _PAIR, "eagle3": _EAGLE3, "medusa": _MEDUSA}
 
 
 class HfExporter(Exporter):
@@ -105,10 +114,10 @@ def exported_config(source: Source) -> dict[str, Any]:
     head = source.head
     layout, settings = _LAYOUTS.get(head["method"], _PAIR), head["settings"]
     missing = [key for key in layout.settings if key not in settings]
-    if missing or set(settings["norms"]) != layout.norms:
+    if missing or (layout.norms is not None and set(settings["norms"]) != layout.norms):
         raise ValueError(
-            f"exporter=hf: expected a pair head (mtp or eagle) or eagle3, whose settings state {layout.settings} and the norms "
-            f"{sorted(layout.norms)}, found {head['head']!r} without {missing or 'all of the norms'}; this format does not hold it"
+            f"exporter=hf: expected one of {sorted(_LAYOUTS)}, whose settings state {layout.settings} and the norms "
+            f"{sorted(layout.norms or ())}, found {head['head']!r} without {missing or 'all of the norms'}; this format does not hold it"
         )
     if head["hidden_state"] != "post_norm":
         raise ValueError(

@@ -106,7 +106,8 @@ def prove(graph: Graph, tensors: Mapping[str, torch.Tensor], probe: list[ProbeSa
         graph.load(changed)
         token_ids_T, hidden_TD = longest.token_ids_T[:_PERTURBED_TOKENS], longest.hidden_TD[:_PERTURBED_TOKENS]
         taps_TLD = None if longest.taps_TLD is None else longest.taps_TLD[:_PERTURBED_TOKENS]
-        steps = graph.unroll(token_ids_T=token_ids_T, hidden_TD=hidden_TD, taps_TLD=taps_TLD, num_depths=_PERTURBED_DEPTHS)
+        depths = graph.num_depths or _PERTURBED_DEPTHS
+        steps = graph.unroll(token_ids_T=token_ids_T, hidden_TD=hidden_TD, taps_TLD=taps_TLD, num_depths=depths)
         return torch.cat([step.logits_TV[: token_ids_T.shape[0] - 1 - depth] for depth, step in enumerate(steps)])
 
     moved = every_tensor_matters(tensors, logits_of)

@@ -18,20 +18,21 @@ SERVE = "serve.json"
 class Served:
     """How vLLM loads a head. ``speculative_config`` holds ``method`` and ``model`` (and more where a method needs it);
     ``hf_overrides`` what must be changed in the target's config (None: nothing); ``plugin`` the package that must be
-    installed where vLLM runs (None: stock vLLM)."""
+    installed where vLLM runs (None: stock vLLM); ``max_speculative_tokens`` how many drafts it can give (None: any number)."""
 
     class_name: str
     speculative_config: dict[str, Any]
     hf_overrides: dict[str, Any] | None
     plugin: str | None
     target_path: str
+    max_speculative_tokens: int | None = None
 
     @property
     def command(self) -> str:
         """Ready to paste; the number of drafted tokens is the reader's to choose."""
         return serve_command(
             target=self.target_path,
-            speculative_config={**self.speculative_config, "num_speculative_tokens": 3},
+            speculative_config={**self.speculative_config, "num_speculative_tokens": min(3, self.max_speculative_tokens or 3)},
             hf_overrides=self.hf_overrides,
             flags=(),
         )
@@ -64,6 +65,7 @@ def read_served(folder: Path) -> Served:
         hf_overrides=document["hf_overrides"],
         plugin=document["plugin"],
         target_path=document["target"],
+        max_speculative_tokens=document.get("max_speculative_tokens"),  # folders written before there was one have none
     )
 
 
@@ -78,6 +80,7 @@ def write_served(folder: Path, served: Served) -> None:
             "hf_overrides": served.hf_overrides,
             "plugin": served.plugin,
             "target": served.target_path,
+            "max_speculative_tokens": served.max_speculative_tokens,
             "command": served.command,
         },
     )

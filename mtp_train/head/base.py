@@ -59,8 +59,13 @@ class Head(nn.Module, ABC):
 
     @property
     def projection_parameters(self) -> tuple[torch.Tensor, ...]:
-        """What ``project`` reads of the head's own parameters; the objective differentiates by them apart."""
+        """What ``project`` reads of the head's own parameters (at any depth: each ``DraftStep`` says what it reads)."""
         return ()
+
+    @property
+    def num_depths(self) -> int | None:
+        """How many depths ``unroll`` gives; None: as many as the caller takes."""
+        return None
 
     @property
     def draft_vocab_size(self) -> int | None:
@@ -126,7 +131,7 @@ class Head(nn.Module, ABC):
                 position_T=rotary_positions(batch, depth=depth),
                 context=context,
             )
-            yield DraftStep(ahead=depth + 2, hidden_TD=drafted.hidden_TD, project=self.project)
+            yield DraftStep(ahead=depth + 2, hidden_TD=drafted.hidden_TD, project=self.project, parameters=self.projection_parameters)
             hidden_TD = drafted.feedback_TD
             context.next_depth()
             depth += 1
@@ -174,13 +179,23 @@ class Head(nn.Module, ABC):
 
 
 class ParallelHead(Head):
-    """A head that speaks about the next tokens all at once, from the target's hidden state alone, as Medusa does."""
+    """A head that speaks about the next tokens all at once, from the target's hidden state alone, as Medusa does.
+
+    It keeps nothing between drafts and reads no drafted tokens: ``ahead`` is all of its inference.
+    """
 
     @property
     @abstractmethod
     def num_ahead(self) -> int:
         """How many tokens it speaks about at once."""
 
+    @property
+    def num_depths(self) -> int:
+        return self.num_ahead
+
     @abstractmethod
     def ahead(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         """Logits over the target's vocabulary, (``num_ahead``, B, V): at h_i, row k speaks about x_{i+2+k}."""
+
+    def draft(self, *, token_ids_T: torch.Tensor, hidden_TD: torch.Tensor, position_T: torch.Tensor, context: AttentionContext) -> Drafted:
+        raise AssertionError(f"{self.word} drafts all tokens at once: ahead")

@@ -13,9 +13,10 @@ import torch
 from mtp_train.target.draft_vocabulary import DraftVocabulary
 
 Unit = Literal["nats", "probability", "squared units"]
-# What a loss reads beyond the head's hidden states: the head's logits, the label token, the exact teacher (the target's
-# logits, recomputed from its hidden states) or the teacher's most probable tokens as the cache keeps them.
-Need = Literal["logits", "label", "exact_teacher", "topk_teacher"]
+# What a loss reads: the head's hidden states themselves, as states of the target's (all losses read what is made of them), the
+# head's logits, the label token, the exact teacher (the target's logits, recomputed from its hidden states) or the teacher's most
+# probable tokens as the cache keeps them.
+Need = Literal["hidden", "logits", "label", "exact_teacher", "topk_teacher"]
 
 # Elements of a float32 block that stays in a CPU core's second-level cache together with its source (1 MB of 2).
 _BLOCK_ELEMENTS = 2**18

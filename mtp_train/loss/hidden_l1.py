@@ -18,7 +18,7 @@ class HiddenL1(Loss):
 
     @property
     def needs(self) -> frozenset[Need]:
-        return frozenset()
+        return frozenset({"hidden"})
 
     def __call__(self, chunk: LossChunk) -> torch.Tensor:
         return functional.smooth_l1_loss(widen(chunk.hidden_RD), widen(chunk.teacher_hidden_RD), reduction="none").mean(-1)

@@ -77,13 +77,15 @@ class TargetSizes:
 @dataclass(frozen=True, kw_only=True)
 class HeadSizes:
     """A draft head. What it shares with the target is not counted; ``num_layers`` are those that attend, ``num_lm_head`` the
-    weights of an lm_head of its own, counted in ``weights``, 0 where it has none."""
+    weights of lm_heads of its own, counted in ``weights``, 0 where it has none. ``num_parts``: into how many equal parts its
+    weights fall, of which each depth goes through one; 1: every depth goes through all."""
 
     word: str
     weights: Weights
     num_layers: int
     num_lm_head: int
     largest: int  # parameters of its largest tensor
+    num_parts: int
 
 
 def chosen_share(config: PreTrainedConfig) -> float:
@@ -169,6 +171,7 @@ def head_sizes(head: Head, *, word: str, chosen: float) -> HeadSizes:
         num_layers=sum(type(module).__name__.endswith("Attention") for module in head.modules()),
         num_lm_head=sum(parameter.numel() for parameter in head.projection_parameters),
         largest=max(parameter.numel() for parameter in head.parameters()),
+        num_parts=head.num_depths or 1,
     )
 
 

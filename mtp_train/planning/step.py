@@ -16,6 +16,7 @@ import torch
 from mtp_train.batch.shift import LossRows
 from mtp_train.head.base import Head
 from mtp_train.head.eagle3 import Eagle3
+from mtp_train.head.medusa import Medusa
 from mtp_train.head.pair import PairHead
 from mtp_train.loss.base import row_blocks
 from mtp_train.nn.context import ContextGroup, ContextShare
@@ -95,7 +96,7 @@ class _Watched:
 
     def __init__(self, head: Head, live: LiveBytes) -> None:
         self.shared, self._head, self._live = head.shared, head, live
-        self.projection_parameters, self.draft_ids_U = head.projection_parameters, head.draft_ids_U
+        self.draft_ids_U = head.draft_ids_U
 
     def unroll(self, batch: Batch) -> Iterator[DraftStep]:
         for step in self._head.unroll(batch):
@@ -178,6 +179,9 @@ def _optimizer_step(head: Head, rule: Rule) -> OptimizerStep:
 
 def _start_bytes(head: Head) -> int:
     """``nn.least_squares`` in float64 at its fullest, while X'X is factored: it, its copy with the ridge, the factor, and X'Y."""
+    if isinstance(head, Medusa) and head.starts_from_data:
+        size = head.shared.lm_head_VD.shape[1]
+        return 8 * size * (3 * size + head.num_ahead * size)
     if not isinstance(head, (PairHead, Eagle3)) or not head.starts_from_data:
         return 0
     fitted = head.projection if isinstance(head, PairHead) else head.fusion

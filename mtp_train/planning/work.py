@@ -184,8 +184,8 @@ def train_work(
     processes = 1 if mode == "single" else hardware.num_devices
     attention = 3 * target.attention_flops * head.num_layers * work.mean_length_tokens / 2
     per_weight = 8 if recompute else 6
-    per_token = work.draft_steps * (per_weight * (head.weights.num_active - head.num_lm_head) + attention)
-    projection = 6 * head.num_lm_head or 4 * target.num_lm_head
+    per_token = work.draft_steps * (per_weight * (head.weights.num_active - head.num_lm_head) / head.num_parts + attention)
+    projection = 6 * head.num_lm_head / head.num_parts or 4 * target.num_lm_head
     per_row = work.draft_steps * (projection + 2 * work.exact_teacher * target.num_lm_head)
     flops = work.num_epochs * work.num_tokens * (per_token + work.answer_share * per_row)
     share, weights = MODES[mode], head.weights.total

@@ -75,6 +75,19 @@ class Objective:
         """True where some loss needs it (``loss.base.Need``)."""
         return any(need in term.loss.needs for term in self.terms.values())
 
+    def check(self, head: Head) -> None:
+        """ValueError where the head cannot be trained so."""
+        if head.num_depths not in (None, self.draft_steps):
+            raise ValueError(
+                f"draft_steps: expected {head.num_depths}, one for each token that head={head.word} speaks about, "
+                f"found {self.draft_steps}; set draft_steps={head.num_depths}"
+            )
+        if self.needs("hidden") and not head.reads_hidden:
+            raise ValueError(
+                f"losses.hidden_l1: expected 0 for head={head.word}, whose hidden states are its own and not the target's; "
+                "set losses.hidden_l1=0 losses.forward_kl=1"
+            )
+
     @property
     def columns(self) -> tuple[str, ...]:
         """Names of the columns of ``Result.sums_KX``."""
@@ -87,7 +100,7 @@ class Objective:
         for depth, step in enumerate(itertools.islice(head.unroll(pack.batch), self.draft_steps)):
             assert step.ahead == depth + 2, (step.ahead, depth)
             rows = _DepthRows(self, head, pack, depth, step, measure=measure)
-            total, depth_sums = _ChunkedSum.apply(rows, step.hidden_TD, *head.projection_parameters)
+            total, depth_sums = _ChunkedSum.apply(rows, step.hidden_TD, *step.parameters)
             losses.append(total * (scale_K[depth] * self.weight(depth)))
             sums.append(depth_sums)
         return Result(torch.stack(losses).sum(), torch.stack(sums))
@@ -98,7 +111,7 @@ class _DepthRows:
 
     def __init__(self, objective: Objective, head: Head, pack: Pack, depth: int, step: DraftStep, *, measure: bool) -> None:
         self.objective, self.pack, self.depth, self.measure = objective, pack, depth, measure
-        self.rows, self.project, self.parameters = pack.rows[depth], step.project, head.projection_parameters
+        self.rows, self.project, self.parameters = pack.rows[depth], step.project, step.parameters
         ids_U = head.draft_ids_U
         self.draft = None if ids_U is None else DraftVocabulary.of(ids_U, vocab_size=head.shared.embedding_VD.shape[0])
         self.project_teacher: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: _target_logits(head, hidden)

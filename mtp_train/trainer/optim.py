@@ -11,6 +11,7 @@ from torch import nn
 
 ScheduleKind = Literal["cosine", "constant"]
 Rule = Literal["adamw", "muon"]
+_OF_TOKENS = {"lm_head", "lm_heads", "embed_tokens"}  # matrices that have a row for each token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,34 +75,35 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def __init__(self, *, matrices: list[nn.Parameter], rest: list[nn.Parameter], settings: OptimizerSettings) -> None:
         self._muon = torch.optim.Muon(matrices, lr=settings.lr, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw")
-        self._adamw = _adamw(rest, settings)
+        self._adamw = _adamw(rest, settings) if rest else None  # a head may be nothing but matrices
         super().__init__([*matrices, *rest], {})
-        self.param_groups = [*self._muon.param_groups, *self._adamw.param_groups]
+        self.param_groups = [*self._muon.param_groups, *(() if self._adamw is None else self._adamw.param_groups)]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         assert closure is None, "the loop computes gradients before it steps"
         # The two work on this optimizer's groups and state, whatever has been put in their place meanwhile (load_state_dict).
-        self._muon.param_groups, self._adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
-        self._muon.state = self._adamw.state = self.state
+        self._muon.param_groups, self._muon.state = self.param_groups[:1], self.state
         self._muon.step()
-        self._adamw.step()
+        if self._adamw is not None:
+            self._adamw.param_groups, self._adamw.state = self.param_groups[1:], self.state
+            self._adamw.step()
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
     """The optimizer over a model's parameters: weight decay on matrices only, not on norms and biases.
 
-    Muon takes what multiplies hidden states inside the layer; a head's own lm_head, whose rows are tokens, stays AdamW's (as
-    Jordan et al. advise), and so do stacked experts, which torch's Muon cannot take.
+    Muon takes what multiplies hidden states inside the layers; a head's own lm_heads and embedding, whose rows are tokens, stay
+    AdamW's (as Jordan et al. advise), and so do stacked experts, which torch's Muon cannot take.
     """
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if settings.rule == "adamw":
         return _adamw(list(named.values()), settings)
-    matrices = [parameter for name, parameter in named.items() if parameter.ndim == 2 and "lm_head" not in name.split(".")]
+    matrices = [parameter for name, parameter in named.items() if parameter.ndim == 2 and not _OF_TOKENS & set(name.split("."))]
     chosen = set(matrices)
     rest = [parameter for parameter in named.values() if parameter not in chosen]
-    if not matrices or not rest:
-        raise ValueError("optimizer.rule=muon: expected a head with matrices and other parameters, found only one kind; choose adamw")
+    if not matrices:
+        raise ValueError("optimizer.rule=muon: expected a head with matrices inside its layers, found none; choose adamw")
     return MuonAdamW(matrices=matrices, rest=rest, settings=settings)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from mtp_train.decoding.base import NewBases
 from mtp_train.decoding.medusa_tree import MedusaTree
-from mtp_train.head.base import Drafted, ParallelHead
+from mtp_train.head.base import ParallelHead
 from mtp_train.target.weights import SharedWeights
 
 V, K, D = 11, 3, 4
@@ -37,9 +37,6 @@ class Said(ParallelHead):
 
     def settings(self) -> dict[str, Any]:
         return {}
-
-    def draft(self, **rows: Any) -> Drafted:
-        raise AssertionError("it drafts all at once")
 
     def ahead(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         return torch.einsum("kvd,bd->kbv", self.map_KVD, hidden_BD)

@@ -93,9 +93,6 @@ class Parallel(ParallelHead):
     def settings(self) -> dict[str, Any]:
         return {}
 
-    def draft(self, **rows: Any) -> Drafted:
-        raise AssertionError("it drafts all at once")
-
     def ahead(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         nearest_B = torch.cdist(hidden_BD, self.known_TD).argmin(-1)
         said_KBV = torch.nn.functional.one_hot(self.behind_TK[nearest_B], self.noise_KV.shape[1]).transpose(0, 1)

@@ -25,7 +25,9 @@ WHERE = {"head": "h", "prompt_set": "p"}
 
 
 def greedy_settings(**changes: Any) -> SpeculateSettings:
-    return speculate_settings(decoding=dataclasses.replace(CHAIN, **changes), way=GREEDY, max_new_tokens=30, seed=0, batch_size=4)
+    return speculate_settings(
+        decoding=dataclasses.replace(CHAIN, **changes), way=GREEDY, max_new_tokens=30, seed=0, batch_size=4, draws=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -236,13 +238,15 @@ def test_drafts_that_are_not_drawn_are_not_asked_to_be(capsys: pytest.CaptureFix
     assert greedy_settings(num_speculative_tokens=7, refresh=False).num_speculative_tokens == 7
     drawn = {"temperature": 1.0, "top_p": 1.0, "draft_sampling": "probabilistic"}
     lookup = PromptLookup(num_speculative_tokens=4, max_ngram=3, min_ngram=1)
-    found = speculate_settings(decoding=lookup, way=drawn, max_new_tokens=1, seed=0, batch_size=1)
+    found = speculate_settings(decoding=lookup, way=drawn, max_new_tokens=1, seed=0, batch_size=1, draws=lookup.draws)
     assert found.draft_sampling == "greedy" and "draft_sampling is greedy" in capsys.readouterr().err
     with pytest.raises(ValueError, match="expected greedy with decoding=prompt_lookup"):
         dataclasses.replace(found, draft_sampling="probabilistic")
-    assert speculate_settings(decoding=CHAIN, way=drawn, max_new_tokens=1, seed=0, batch_size=1).draft_sampling == "probabilistic"
+    assert (
+        speculate_settings(decoding=CHAIN, way=drawn, max_new_tokens=1, seed=0, batch_size=1, draws=True).draft_sampling == "probabilistic"
+    )
     with pytest.raises(ValueError, match=r"sampling\.top_p"):
-        speculate_settings(decoding=CHAIN, way=GREEDY | {"top_p": 0.0}, max_new_tokens=1, seed=0, batch_size=1)
+        speculate_settings(decoding=CHAIN, way=GREEDY | {"top_p": 0.0}, max_new_tokens=1, seed=0, batch_size=1, draws=True)
 
 
 def test_pieces_are_plain_json(tmp_path: Path, measurement: Measurement) -> None:

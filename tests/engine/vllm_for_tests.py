@@ -17,6 +17,7 @@ from mtp_train.engine.conformance import TOLERANCES, Conformance, compare_drafts
 from mtp_train.engine.hf import HfEngine
 from mtp_train.engine.vllm import VllmEngine
 from mtp_train.exporter.vllm import VllmExporter
+from mtp_train.head.base import Head
 from mtp_train.head.mtp import Mtp
 from mtp_train.records import Response
 from mtp_train.target.spec import fingerprint
@@ -164,7 +165,7 @@ def requests(count: int) -> list[SpeculateRequest]:
     return [SpeculateRequest(prompt_id=f"p{i}", category="c", token_ids=random_ids(1 + (7 * i) % 60, seed=i)) for i in range(count)]
 
 
-def save_checkpoint(folder: Path, head: Mtp, target: Path, hf: HfEngine) -> Path:
+def save_checkpoint(folder: Path, head: Head, target: Path, hf: HfEngine) -> Path:
     save_head(
         folder,
         head.state_dict(),
@@ -181,7 +182,7 @@ def save_checkpoint(folder: Path, head: Mtp, target: Path, hf: HfEngine) -> Path
     return folder
 
 
-def export(tmp_path: Path, head: Mtp, target: Path, hf: HfEngine) -> Path:
+def export(tmp_path: Path, head: Head, target: Path, hf: HfEngine) -> Path:
     """The head as the folder that vLLM serves, ``tmp_path/served``, and its checkpoint, ``tmp_path/head``."""
     checkpoint = save_checkpoint(tmp_path / "head", head, target, hf)
     exporter = VllmExporter(dtype="float32", allow_plugin=True, trust_remote_code=False, overwrite=False)

@@ -133,7 +133,7 @@ def test_a_head_json_that_states_another_graph_is_refused(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"settings": {"num_heads": 3}}, "expected a pair head"),
+        ({"settings": {"num_heads": 3}}, "whose settings state"),
         ({"hidden_state": "pre_norm"}, "expected a head that reads post_norm"),
         ({"hidden_state": None}, "post_norm or pre_norm"),
         ({"format_version": 7}, "format_version 1, found 7"),
