@@ -92,6 +92,10 @@ def main(cfg: DictConfig) -> None:
     node: dict[str, Any] = plain(cfg.head)
     if node.get("init") == "target_last_layer":
         node["init"] = "random"  # of the same size, and needs no weights to be read
+    if node.get("revision") is not None and node.get("config") is None:
+        raise ValueError(
+            "head.config: expected the sizes of a model that is on the hub, found null; nothing is downloaded to plan: name them"
+        )
     with target_folder(plain(cfg.target)) as folder:
         target = read_target_sizes(folder, name=cfg.target.name)
 

@@ -19,6 +19,8 @@ EQUALITIES: dict[str, tuple[str, ...]] = {
     "unroll == incremental drafting with a KV cache": (
         "head/test_pair.py::test_unroll_is_drafting_with_a_cache_from_every_base",
         "head/test_eagle3.py::test_unroll_is_drafting_with_a_cache_from_every_base",
+        "head/test_medusa.py::test_unroll_is_what_it_drafts_from_every_base",
+        "head/test_draft_model.py::test_unroll_is_drafting_with_a_cache_from_every_base",
     ),
     "the copy task reaches acceptance 1.0": (
         "trainer/test_loop.py::test_the_copy_task_is_learned_to_the_end",
@@ -37,22 +39,30 @@ EQUALITIES: dict[str, tuple[str, ...]] = {
     "chunked gradients == plain ones": (
         "trainer/test_objective.py::test_chunked_gradients_are_the_plain_ones",
         "head/test_eagle3.py::test_chunked_gradients_are_the_plain_ones_the_lm_heads_too",
+        "head/test_medusa.py::test_chunked_gradients_are_the_plain_ones_the_lm_heads_too",
+        "head/test_draft_model.py::test_chunked_gradients_are_the_plain_ones",
     ),
     "writer -> reader bit-exact": ("cache/test_reader.py::test_bit_exact",),
     "killed writer == writer that was not": ("cache/test_writer.py::test_killed_at_every_step_it_continues_to_the_same_bytes",),
     "greedy speculation == greedy generation": (
         "engine/test_hf_speculate.py::test_greedy_speculation_equals_greedy_decoding",
         "head/test_eagle3.py::test_greedy_speculation_equals_greedy_decoding",
+        "head/test_medusa.py::test_greedy_speculation_equals_greedy_decoding",
+        "head/test_draft_model.py::test_greedy_speculation_equals_greedy_decoding",
     ),
     "estimate == measured counts": (
         "engine/test_estimate_from_cache.py::test_greedy_counts_are_those_of_real_decoding",
         "engine/test_measure.py::test_the_estimate_of_greedy_answers_is_what_was_measured",
         "test_pipeline.py::test_the_estimate_is_the_measured_count",
+        "head/test_medusa.py::test_the_estimate_is_the_measured_count",
+        "head/test_draft_model.py::test_the_estimate_is_the_measured_count",
     ),
     "batch of 1 == batch of 8": ("engine/test_hf_prefill.py::test_one_at_a_time_and_eight_together_give_the_same_hidden_states",),
     "export -> load -> same logits": (
         "exporter/test_hf.py::test_export_loads_back_to_the_same_logits",
         "head/test_eagle3.py::test_save_load_export_load_is_the_same_head",
+        "head/test_medusa.py::test_save_load_export_load_is_the_same_head",
+        "head/test_draft_model.py::test_save_load_export_load_is_the_same_head",
     ),
     "drawn drafts: estimate == measured within its interval": (
         "engine/test_estimate_from_cache.py::test_sampled_rates_agree_within_their_interval",

@@ -517,6 +517,36 @@ def test_eagle3_goes_through_every_stage(finished: Run, tmp_path: Path, shell: S
     assert all(float((tensor - two[name]).abs().max()) <= 2e-4 for name, tensor in one.items())
 
 
+def test_medusa_and_a_draft_model_go_through_the_same_stages(finished: Run, tmp_path: Path, shell: Shell) -> None:
+    """From one cache, into one report; each says what it must be trained with."""
+    run = Run(tmp_path / "run", finished.target, shell)
+    shutil.copytree(finished.folder / "cache", run.folder / "cache")
+    medusa = ["head=medusa", "head.num_heads=3"]
+    assert "set draft_steps=3" in run.refused("train", *medusa)
+    run.ok("train", *medusa, "draft_steps=3")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+    draft = ["head=draft_model", *(f"head.config.{key}={value}" for key, value in sizes.items())]
+    assert "set noise_scale=0" in run.refused("train", *draft, "losses.hidden_l1=0")
+    draft += ["noise_scale=0"]
+    assert "set losses.hidden_l1=0 losses.forward_kl=1" in run.refused("train", *draft)
+    draft += ["losses.hidden_l1=0", "losses.topk_kl=1.0", "packs_per_step=2"]
+    run.ok("train", *draft)
+    run.two_ranks("train", *draft, "name=two")
+    one, two = (load_file(run.folder / "checkpoint" / name / "head.safetensors") for name in ("draft_model", "two"))
+    assert all(float((tensor - two[name]).abs().max()) <= 2e-4 for name, tensor in one.items())
+    for name in ("medusa", "draft_model"):
+        run.ok("evaluate", f"name={name}")
+        report = run.report()
+        assert all(m["identity"]["differences"] == [] for m in report["measurements"] if m["identity"] is not None)
+        here = [m for m in report["measurements"] if m["head"] == name and m["identity"] is None and not m["acceptance"]["temperature"]]
+        measured, estimated = sorted(here, key=lambda m: m["acceptance"]["measured_by"] == "estimate")
+        counts = [[(p["num_drafts"], p["num_accepted_per_position"]) for p in m["acceptance"]["prompts"]] for m in (measured, estimated)]
+        assert counts[0] == counts[1] and sum(drafts for drafts, _ in counts[0]) > 20
+        run.ok("export", f"name={name}")
+        run.ok("export", f"name={name}", "exporter=vllm", "exporter.dtype=float32")
+    assert [head["name"] for head in run.report()["heads"]] == ["draft_model", "medusa"]
+
+
 def test_own_answers_that_are_too_long_are_counted_beside_the_cache(finished: Run, tmp_path: Path) -> None:
     lengths = {name: len(ids) for name, (ids, _) in finished.responses().items()}
     limit = sorted(lengths.values())[len(lengths) // 2]

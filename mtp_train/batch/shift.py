@@ -22,6 +22,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from mtp_train.records import Batch
 
@@ -47,6 +48,13 @@ def read_tokens(batch: Batch, *, depth: int) -> torch.Tensor:
         inside = batch.sample_T[ahead:] == batch.sample_T[:-ahead]
         shifted_T[:-ahead] = torch.where(inside, batch.token_ids_T[ahead:], 0)
     return own_rows(batch, shifted_T)
+
+
+def states_at(own_TD: torch.Tensor, *, depth: int) -> torch.Tensor:
+    """What a model that reads tokens alone holds behind the token that each base reads at ``depth``, x_{i + 1 + depth}: its state
+    of that row. (T, D); rows whose token would lie outside their sample hold others', and are never counted (``loss_rows``)."""
+    ahead = min(depth + 1, own_TD.shape[0])
+    return functional.pad(own_TD[ahead:], (0, 0, 0, ahead))
 
 
 def rotary_positions(batch: Batch, *, depth: int) -> torch.Tensor:

@@ -31,19 +31,17 @@ class GraphStep(NamedTuple):
 class Graph(ABC):
     """What all heads' graphs have in common: their modules, loading, the target's lm_head.
 
-    ``config`` is the exported config.json, ``tensors`` the exported weights.
+    ``config`` is the exported config.json, ``tensors`` the exported weights. ``num_blocks``: sets of weights that the depths go
+    through, the last one serving those beyond.
     Errors: ValueError where a tensor is missing, has another shape, or is not part of the graph.
     """
+
+    num_blocks: int = 1
 
     def __init__(self, *, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], shared: SharedWeights) -> None:
         self.shared = shared
         self.modules = torch.nn.ModuleDict(self._modules(config)).eval().requires_grad_(False)
         self.load(tensors)
-
-    @property
-    def num_depths(self) -> int | None:
-        """How many depths it has parts for, each of its own; None: the same parts serve all."""
-        return None
 
     @abstractmethod
     def _modules(self, config: Mapping[str, Any]) -> dict[str, torch.nn.Module]:

@@ -25,12 +25,8 @@ class MedusaGraph(Graph):
 
     def __init__(self, *, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], shared: SharedWeights) -> None:
         self._own_lm_heads: bool = config["own_lm_heads"]
-        self._num_heads: int = config["num_heads"]
+        self.num_blocks: int = config["num_heads"]
         super().__init__(config=config, tensors=tensors, shared=shared)
-
-    @property
-    def num_depths(self) -> int:
-        return self._num_heads
 
     def _modules(self, config: Mapping[str, Any]) -> dict[str, torch.nn.Module]:
         vocab_size, size = self.shared.lm_head_VD.shape
@@ -39,9 +35,9 @@ class MedusaGraph(Graph):
             layers = [torch.nn.Linear(size, size, bias=False) for _ in range(config["num_layers"])]
             return torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})
 
-        modules: dict[str, torch.nn.Module] = {"blocks": torch.nn.ModuleList([block() for _ in range(self._num_heads)])}
+        modules: dict[str, torch.nn.Module] = {"blocks": torch.nn.ModuleList([block() for _ in range(self.num_blocks)])}
         if self._own_lm_heads:
-            lm_heads = [torch.nn.Linear(size, vocab_size, bias=False) for _ in range(self._num_heads)]
+            lm_heads = [torch.nn.Linear(size, vocab_size, bias=False) for _ in range(self.num_blocks)]
             modules["lm_heads"] = torch.nn.ModuleList(lm_heads)
         elif config.get("ships_lm_head"):
             modules["lm_head"] = torch.nn.Linear(size, vocab_size, bias=False)
@@ -52,7 +48,7 @@ class MedusaGraph(Graph):
         self, *, token_ids_T: torch.Tensor, hidden_TD: torch.Tensor, num_depths: int, taps_TLD: torch.Tensor | None = None
     ) -> Iterator[GraphStep]:
         weights = dict(self.modules.named_parameters())
-        for number in range(min(num_depths, self._num_heads)):
+        for number in range(min(num_depths, self.num_blocks)):
             out_TD = hidden_TD.float()
             for name in (name for name in weights if name.startswith(f"blocks.{number}.")):
                 gate_TD = out_TD @ weights[name].T

@@ -10,8 +10,10 @@ import torch
 
 from mtp_train.exporter.base import Exporter, ExportResult, Rename, Source, finished_export, identity_of, publishing, read_source, rename
 from mtp_train.exporter.card import card
+from mtp_train.exporter.draft_model import DRAFT_MODEL_TABLE, STATED, causal_lm_config, draft_model_card
 from mtp_train.exporter.eagle3 import EAGLE3_TABLE, with_offsets
 from mtp_train.exporter.graph import Graph, PairGraph
+from mtp_train.exporter.graph_draft_model import DraftModelGraph
 from mtp_train.exporter.graph_eagle3 import Eagle3Graph
 from mtp_train.exporter.graph_medusa import MEDUSA_TABLE, MedusaGraph
 from mtp_train.exporter.proof import prove, read_probe, same_tensors
@@ -65,7 +67,15 @@ _MEDUSA = _Layout(
     settings=("num_heads", "num_layers", "own_lm_heads"),
     norms=None,
 )
-_LAYOUTS = {"mtp": _PAIR, "eagle": _PAIR, "eagle3": _EAGLE3, "medusa": _MEDUSA}
+_DRAFT_MODEL = _Layout(  # under its own model_type and architecture: any reader of causal LMs loads it
+    model_type="causal_lm",
+    architecture="",
+    graph=DraftModelGraph,
+    table=DRAFT_MODEL_TABLE,
+    settings=("config",),
+    norms=None,
+)
+_LAYOUTS = {"mtp": _PAIR, "eagle": _PAIR, "eagle3": _EAGLE3, "medusa": _MEDUSA, "draft_model": _DRAFT_MODEL}
 
 
 class HfExporter(Exporter):
@@ -101,7 +111,8 @@ class HfExporter(Exporter):
             graph = layout.graph(config=read_config, tensors=read, shared=read_shared(target_path))
             publication.proof = prove(graph, read, read_probe(checkpoint), dtype="float32")
             publication.serve = f'mtp_train.exporter.hf.load_exported(Path("{out}"), target_path=Path("{target_path}"))'
-            atomic_write_text(publication.folder / CARD, card(source, config, proof=publication.proof, tensors=read))
+            described = (draft_model_card if layout is _DRAFT_MODEL else card)(source, config, proof=publication.proof, tensors=read)
+            atomic_write_text(publication.folder / CARD, described)
         assert publication.result is not None
         return publication.result
 
@@ -123,6 +134,8 @@ def exported_config(source: Source) -> dict[str, Any]:
         raise ValueError(
             f"exporter=hf: expected a head that reads post_norm hidden states, found {head['hidden_state']!r}; retrain it on them"
         )
+    if layout is _DRAFT_MODEL:
+        return causal_lm_config(source, dtype="float32")
     return {
         "architectures": [layout.architecture],
         "model_type": layout.model_type,
@@ -144,8 +157,11 @@ def load_exported(path: Path, *, target_path: Path, shared: SharedWeights | None
     Errors: ValueError where the folder is no such export, or was made for another target.
     """
     config, tensors = _read(path)
+    stated = config.get(STATED)
     layout = {layout.model_type: layout for layout in _LAYOUTS.values()}.get(str(config.get("model_type")))
-    if layout is None or config.get("format_version") != FORMAT_VERSION:
+    if isinstance(stated, dict):
+        layout = _DRAFT_MODEL
+    if layout is None or (stated or config).get("format_version") != FORMAT_VERSION:
         raise ValueError(
             f"{path / CONFIG}: expected an export by exporter=hf of format {FORMAT_VERSION}, found model_type {config.get('model_type')!r}"
         )

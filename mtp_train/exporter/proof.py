@@ -17,7 +17,7 @@ PROBE = "probe.safetensors"
 # depth 2). bfloat16: weights rounded to 8 bits.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 # Tokens and depths over which each tensor is perturbed: enough for every part of the graph to take part.
-_PERTURBED_TOKENS, _PERTURBED_DEPTHS, _LEAST_TOKENS = 24, 2, 4
+_PERTURBED_TOKENS, _PERTURBED_DEPTHS, _LEAST_TOKENS = 24, 2, 4  # depths: and as many as there are blocks
 # A tensor counts only if moving it moves some logit by this share of the largest one; float32 rounding stays below.
 _MATTERS = 1e-5
 
@@ -102,12 +102,13 @@ def prove(graph: Graph, tensors: Mapping[str, torch.Tensor], probe: list[ProbeSa
             f"{longest.token_ids_T.shape[0]}; repeat the training with longer samples"
         )
 
+    num_depths = max(_PERTURBED_DEPTHS, graph.num_blocks)
+
     def logits_of(changed: Mapping[str, torch.Tensor]) -> torch.Tensor:
         graph.load(changed)
         token_ids_T, hidden_TD = longest.token_ids_T[:_PERTURBED_TOKENS], longest.hidden_TD[:_PERTURBED_TOKENS]
         taps_TLD = None if longest.taps_TLD is None else longest.taps_TLD[:_PERTURBED_TOKENS]
-        depths = graph.num_depths or _PERTURBED_DEPTHS
-        steps = graph.unroll(token_ids_T=token_ids_T, hidden_TD=hidden_TD, taps_TLD=taps_TLD, num_depths=depths)
+        steps = graph.unroll(token_ids_T=token_ids_T, hidden_TD=hidden_TD, taps_TLD=taps_TLD, num_depths=num_depths)
         return torch.cat([step.logits_TV[: token_ids_T.shape[0] - 1 - depth] for depth, step in enumerate(steps)])
 
     moved = every_tensor_matters(tensors, logits_of)

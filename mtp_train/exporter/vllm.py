@@ -10,6 +10,7 @@ import torch
 from mtp_train.exporter.base import Exporter, ExportResult, Source, finished_export, identity_of, publishing, read_source
 from mtp_train.exporter.proof import same_tensors
 from mtp_train.exporter.served import SERVE
+from mtp_train.exporter.vllm_draft_model import DraftModelForm
 from mtp_train.exporter.vllm_form import WEIGHTS, Form
 from mtp_train.exporter.vllm_layer import LayerForm
 from mtp_train.exporter.vllm_medusa import MedusaForm
@@ -53,10 +54,12 @@ class VllmExporter(Exporter):
             )
         if method == "medusa":
             return MedusaForm(source)
+        if method == "draft_model":
+            return DraftModelForm(source)
         if method not in ("mtp", "eagle", "eagle3") or "norms" not in settings:
             raise ValueError(
-                f"exporter=vllm: expected a head of method mtp, eagle or eagle3 with its norms stated, or medusa, found {method!r} "
-                f"({source.head['head']}); see conf/exporter for the formats that hold others"
+                f"exporter=vllm: expected a head of method mtp, eagle or eagle3 with its norms stated, medusa or draft_model, "
+                f"found {method!r} ({source.head['head']}); see conf/exporter for the formats that hold others"
             )
         return LayerForm(source, allow_plugin=self.allow_plugin, trust_remote_code=self.trust_remote_code)
 

@@ -72,6 +72,11 @@ class Head(nn.Module, ABC):
         """How many tokens ``use_draft_ids`` must be given before training; None: the head chooses none."""
         return None
 
+    @property
+    def num_blocks(self) -> int:
+        """How many sets of weights its depths go through, one after the other; the last one serves all deeper ones."""
+        return 1
+
     def use_draft_ids(self, ids_U: torch.Tensor) -> None:
         """Draft from these tokens of the target, before training (``target/draft_vocabulary.py``)."""
         raise AssertionError(f"{self.word} speaks about all of the target's tokens")
@@ -191,6 +196,10 @@ class ParallelHead(Head):
 
     @property
     def num_depths(self) -> int:
+        return self.num_ahead
+
+    @property
+    def num_blocks(self) -> int:
         return self.num_ahead
 
     @abstractmethod

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mtp_train.head.base import Head
+from mtp_train.head.draft_model import DraftModel
 from mtp_train.target.files import read_model_config
 from mtp_train.target.weights import SharedWeights
 
@@ -77,15 +78,17 @@ class TargetSizes:
 @dataclass(frozen=True, kw_only=True)
 class HeadSizes:
     """A draft head. What it shares with the target is not counted; ``num_layers`` are those that attend, ``num_lm_head`` the
-    weights of lm_heads of its own, counted in ``weights``, 0 where it has none. ``num_parts``: into how many equal parts its
-    weights fall, of which each depth goes through one; 1: every depth goes through all."""
+    weights of lm_heads of its own, counted in ``weights``, 0 where it has none. ``num_blocks``: the parts, equally large, of which
+    a depth goes through one."""
 
     word: str
     weights: Weights
     num_layers: int
     num_lm_head: int
+    num_blocks: int
+    num_embedding: int  # of an embedding of its own, counted in ``weights``, which no product reads
+    attention_flops: int | None  # per layer and pair of a query and a key; None: as the target's layers
     largest: int  # parameters of its largest tensor
-    num_parts: int
 
 
 def chosen_share(config: PreTrainedConfig) -> float:
@@ -170,9 +173,18 @@ def head_sizes(head: Head, *, word: str, chosen: float) -> HeadSizes:
         weights=count_weights(head.named_parameters(), chosen=chosen),
         num_layers=sum(type(module).__name__.endswith("Attention") for module in head.modules()),
         num_lm_head=sum(parameter.numel() for parameter in head.projection_parameters),
+        num_blocks=head.num_blocks,
+        num_embedding=_num_embedding(head),
+        attention_flops=_attention(head.config)[0] if isinstance(head, DraftModel) else None,
         largest=max(parameter.numel() for parameter in head.parameters()),
-        num_parts=head.num_depths or 1,
     )
+
+
+def _num_embedding(head: Head) -> int:
+    """Parameters of embeddings that are not also an lm_head."""
+    projected = {id(parameter) for parameter in head.projection_parameters}
+    tables = [module.weight for module in head.modules() if isinstance(module, torch.nn.Embedding)]
+    return sum(table.numel() for table in tables if id(table) not in projected)
 
 
 def empty_shared(*, vocab_size: int, hidden_size: int, tied: bool, dtype: torch.dtype) -> SharedWeights:

@@ -177,15 +177,16 @@ def train_work(
     recompute: bool,
     cache_bytes: float,
 ) -> StageWork:
-    """Six operations per weight and token (forward, and two products backward), eight where the forward is done again; on the rows
-    that count the frozen lm_head's two products, or three of the head's own, and one for an exact teacher; then the optimizer's
-    products and passes over its state, which every process repeats where it is not sharded, and the exchange between processes,
-    all counted as if nothing overlapped; or reading the cache, where that takes longer than all of it."""
+    """Six operations per weight of a depth and token (forward, and two products backward), eight where the forward is done again;
+    on the rows that count the frozen lm_head's two products, or three of the head's own, and one for an exact teacher; then the
+    optimizer's products and passes over its state, which every process repeats where it is not sharded, and the exchange between
+    processes, all counted as if nothing overlapped; or reading the cache, where that takes longer than all of it."""
     processes = 1 if mode == "single" else hardware.num_devices
-    attention = 3 * target.attention_flops * head.num_layers * work.mean_length_tokens / 2
+    attention = 3 * (head.attention_flops or target.attention_flops) * head.num_layers / head.num_blocks * work.mean_length_tokens / 2
     per_weight = 8 if recompute else 6
-    per_token = work.draft_steps * (per_weight * (head.weights.num_active - head.num_lm_head) / head.num_parts + attention)
-    projection = 6 * head.num_lm_head / head.num_parts or 4 * target.num_lm_head
+    num_inside = (head.weights.num_active - head.num_lm_head - head.num_embedding) / head.num_blocks
+    per_token = work.draft_steps * (per_weight * num_inside + attention)
+    projection = 6 * head.num_lm_head / head.num_blocks or 4 * target.num_lm_head
     per_row = work.draft_steps * (projection + 2 * work.exact_teacher * target.num_lm_head)
     flops = work.num_epochs * work.num_tokens * (per_token + work.answer_share * per_row)
     share, weights = MODES[mode], head.weights.total

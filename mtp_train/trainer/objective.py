@@ -82,7 +82,14 @@ class Objective:
                 f"draft_steps: expected {head.num_depths}, one for each token that head={head.word} speaks about, "
                 f"found {self.draft_steps}; set draft_steps={head.num_depths}"
             )
-        if self.needs("hidden") and not head.reads_hidden:
+        if head.reads_hidden:
+            return
+        if self.draft_steps != 1:
+            raise ValueError(
+                f"draft_steps: expected 1 for head={head.word}, which reads tokens alone, so that its depths are the same states, "
+                f"found {self.draft_steps}; set draft_steps=1"
+            )
+        if self.needs("hidden"):
             raise ValueError(
                 f"losses.hidden_l1: expected 0 for head={head.word}, whose hidden states are its own and not the target's; "
                 "set losses.hidden_l1=0 losses.forward_kl=1"

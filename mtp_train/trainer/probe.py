@@ -21,10 +21,9 @@ from mtp_train.records import Sample
 from mtp_train.runtime import atomic_path
 
 PROBE = "probe.safetensors"
-# Two samples, so that packing takes part, and depths beyond the first, so that feeding back does (of heads that have so many depths
-# and no more, all of them); small, since logits are large.
+# Two samples, so that packing takes part, and depths beyond the first, so that feeding back does; small, since logits are large.
 _LENGTHS_TOKENS = (16, 8)
-_DEPTHS = 3
+_DEPTHS = 3  # and as many as the head has blocks
 
 
 def write_probe(folder: Path, head: Head, samples: Sequence[Sample]) -> None:
@@ -38,7 +37,7 @@ def write_probe(folder: Path, head: Head, samples: Sequence[Sample]) -> None:
         assert batch.taps_TLD is not None
         tensors["taps_TLD"] = batch.taps_TLD
     with torch.no_grad():
-        for depth, step in enumerate(itertools.islice(head.unroll(batch), head.num_depths or _DEPTHS)):
+        for depth, step in enumerate(itertools.islice(head.unroll(batch), max(_DEPTHS, head.num_blocks))):
             tensors[f"hidden_{depth}_TD"] = step.hidden_TD.float()
             tensors[f"logits_{depth}_TV"] = head.over_target(step.project(step.hidden_TD)).float()
     with atomic_path(folder / PROBE) as temporary:

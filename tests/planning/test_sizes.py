@@ -56,6 +56,21 @@ def test_a_llama_head_is_its_projection_and_one_layer(planned: Callable[..., Any
     assert mtp.weights.num_expert == 0 and mtp.largest == d * inner and mtp.num_layers == 1
 
 
+def test_medusas_heads_are_a_matrix_each_of_which_a_depth_goes_through_one(planned: Callable[..., Any]) -> None:
+    found = planned("llama3_8b", "medusa").head
+    assert found.weights.num_matrix == found.weights.total == 5 * 4096 * 4096
+    assert (found.num_blocks, found.num_layers, found.num_lm_head, found.num_embedding) == (5, 0, 0, 0)
+
+
+def test_a_draft_model_is_counted_by_its_own_config(planned: Callable[..., Any]) -> None:
+    """Its embedding is its lm_head where they are tied, and no product of its layers either way."""
+    found = planned("llama3_8b", "draft_model").head
+    d, inner, layers, kv, vocabulary = 192, 512, 4, 64, 128256
+    assert found.weights.num_matrix == layers * llama_layer(d, inner, kv) + vocabulary * d
+    assert (found.num_layers, found.num_lm_head, found.num_embedding) == (layers, vocabulary * d, 0)
+    assert found.attention_flops == 4 * 3 * 64 and found.num_blocks == 1
+
+
 def test_a_deepseek_v2_lite_head_has_the_targets_latent_attention_and_experts(planned: Callable[..., Any]) -> None:
     d, heads, latent, rotary, key, value, inner = 2048, 16, 512, 64, 128, 128, 1408
     attention = d * heads * (key + rotary) + d * (latent + rotary) + latent * heads * (key + value) + heads * value * d
