@@ -10,6 +10,7 @@ from typing import NamedTuple
 from mtp_train.acceptance.interval import Interval, paired_difference, rates_and_length
 from mtp_train.acceptance.report_data import Aim, Measurement, PromptSet, ReportData
 from mtp_train.acceptance.report_way import Way, way_of
+from mtp_train.acceptance.tally import num_passes_without_drafts
 from mtp_train.records import Acceptance, PromptAcceptance
 
 # Bounds of context-length bins in prompt tokens: 0..127, 128..511, ...
@@ -45,10 +46,7 @@ class Figures:
 
     @property
     def num_passes_without_drafts(self) -> int:
-        """Passes of the target, the prefill left out, in which there was nothing to judge. Each emits one token of the target's own,
-        as does each verification but one that the answer's end cuts."""
-        prompts = self.measurement.acceptance.prompts
-        return sum(p.accepted.count(False) - 1 - (p.num_drafts - (p.accepted[-1] is True)) for p in prompts if p.accepted)
+        return num_passes_without_drafts(self.measurement.acceptance.prompts)
 
     @property
     def tokens_per_pass(self) -> float:

@@ -64,3 +64,9 @@ class Tally:
             num_drafted_per_position=tuple(self.drafted),
             num_accepted_per_position=tuple(self.accepted),
         )
+
+
+def num_passes_without_drafts(prompts: Sequence[PromptAcceptance]) -> int:
+    """Passes of the target, the prefill left out, in which there was nothing to judge. Each emits one token of the target's own, as
+    does each verification but one that the answer's end cuts."""
+    return sum(p.accepted.count(False) - 1 - (p.num_drafts - (p.accepted[-1] is True)) for p in prompts if p.accepted)

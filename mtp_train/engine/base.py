@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
+from mtp_train.acceptance.costs import Timing
 from mtp_train.decoding.base import Decoding
 from mtp_train.records import Acceptance, FinishReason, Response, Sample
 
@@ -103,6 +104,45 @@ class Baseline:
     wall_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class CostsAsked:
+    """Which cells of a cost table to time: every batch size with every number of tokens per sequence (1 is plain decoding), and
+    with every draft length (none: the target alone is timed). Each ``num_repeats`` times, one cell after the other, so that what else the
+    machine does falls on all alike; sequences hold ``context_tokens`` of random tokens."""
+
+    batch_sizes: tuple[int, ...]
+    num_tokens: tuple[int, ...]
+    draft_lengths: tuple[int, ...]
+    context_tokens: int
+    num_repeats: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        for name in ("batch_sizes", "num_tokens", "draft_lengths"):
+            found = getattr(self, name)
+            if not (found or name == "draft_lengths") or sorted(set(found)) != list(found) or min(found, default=1) < 1:
+                raise ValueError(f"{name}: expected different whole numbers of at least 1, ascending, found {list(found)}")
+        if self.num_tokens[0] != 1:
+            raise ValueError(f"num_tokens: expected 1, plain decoding, among them, found {list(self.num_tokens)}")
+        if len(self.draft_lengths) == 1 or any(k + 1 not in self.num_tokens for k in self.draft_lengths):
+            raise ValueError(
+                f"draft_lengths: expected two or more, each less by one than one of num_tokens {list(self.num_tokens)}, "
+                f"found {list(self.draft_lengths)}"
+            )
+        for name, least in (("context_tokens", 2), ("num_repeats", 3)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: expected at least {least}, found {getattr(self, name)}")
+
+
+class StepTimes(NamedTuple):
+    """What ``Engine.time_steps`` found, as a cost table keeps it: cells, the device's name, and what else must be said."""
+
+    verify: tuple[Timing, ...]
+    drafting: tuple[Timing, ...]
+    device: str
+    notes: dict[str, Any]
+
+
 class Engine(ABC):
     """An inference backend over one target. What it cannot do raises NotImplementedError and names who can."""
 
@@ -155,6 +195,10 @@ class Engine(ABC):
     @abstractmethod
     def baseline(self, requests: Sequence[SpeculateRequest], settings: SpeculateSettings) -> Baseline:
         """Decode the same requests without drafts, by the same settings."""
+
+    def time_steps(self, draft: Path | None, asked: CostsAsked) -> StepTimes:
+        """Time what a decoding step is made of. ``draft`` as in ``speculate``; None: the target alone."""
+        raise NotImplementedError(f"engine={self.word} does not time its steps; engine=hf and vllm do")
 
     def logit_gap(self, token_ids: Sequence[int]) -> float:
         """The distance of the two best logits for the token that follows ``token_ids``, float32: how near a greedy choice was."""

@@ -12,6 +12,7 @@ import torch
 
 from mtp_train.engine.base import (
     Baseline,
+    CostsAsked,
     Engine,
     Generated,
     GenerateRequest,
@@ -19,7 +20,9 @@ from mtp_train.engine.base import (
     Sampling,
     SpeculateRequest,
     SpeculateSettings,
+    StepTimes,
 )
+from mtp_train.engine.hf_costs import time_steps
 from mtp_train.engine.hf_generate import generate
 from mtp_train.engine.hf_model import DTYPES, TargetModel, choose_device
 from mtp_train.engine.hf_prefill import prefill
@@ -164,6 +167,9 @@ class HfEngine(Engine):
             token_ids = {answer.request_id: answer.token_ids for answer in bar}
         wall_s = time.perf_counter() - started
         return Baseline(token_ids={request.prompt_id: token_ids[request.prompt_id] for request in requests}, wall_s=wall_s)
+
+    def time_steps(self, draft: Path | None, asked: CostsAsked) -> StepTimes:
+        return time_steps(self.target, None if draft is None else self._head(draft), asked, max_prefill_tokens=self.max_prefill_tokens)
 
     @torch.inference_mode()
     def logit_gap(self, token_ids: Sequence[int]) -> float:

@@ -40,6 +40,14 @@ def choose_device(device: str) -> torch.device:
     return found
 
 
+def device_name(device: torch.device) -> str:
+    """A device as a table of times names it: the accelerator's own name; a CPU's number of threads."""
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        return f"cpu, {threads} thread{'' if threads == 1 else 's'}"
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
 class TargetModel:
     """A causal LM whose decoder and lm_head are called apart, so that only the rows needed are projected."""
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from mtp_train.acceptance.verify import request_generator
 from mtp_train.engine.base import (
     Baseline,
+    CostsAsked,
     Engine,
     Generated,
     GenerateRequest,
@@ -19,8 +20,10 @@ from mtp_train.engine.base import (
     Sampling,
     SpeculateRequest,
     SpeculateSettings,
+    StepTimes,
 )
 from mtp_train.engine.stop import stop_token_ids
+from mtp_train.engine.vllm_costs import time_steps
 from mtp_train.engine.vllm_prefill import prefill_groups
 from mtp_train.engine.vllm_process import VllmPool
 from mtp_train.engine.vllm_settings import VllmSettings
@@ -89,13 +92,20 @@ class VllmEngine(Engine):
         return self.settings.dtype
 
     def _pool(
-        self, llm: Mapping[str, Any], *, copies: int, target_layer_ids: tuple[int, ...] | None = None, tap_draft: bool = False
+        self,
+        llm: Mapping[str, Any],
+        *,
+        copies: int,
+        target_layer_ids: tuple[int, ...] | None = None,
+        tap_draft: bool = False,
+        time_steps: bool = False,
     ) -> VllmPool:
         return VllmPool(
             llm=llm,
             environments=[self.settings.environment(index, probe=target_layer_ids is not None or tap_draft) for index in range(copies)],
             target_layer_ids=target_layer_ids,
             tap_draft=tap_draft,
+            time_steps=time_steps,
             scratch=self.settings.scratch,
         )
 
@@ -254,6 +264,13 @@ class VllmEngine(Engine):
             notes={**self.describe(), "class": served.class_name, "serve": serve, "plugin": served.plugin, "flags": llm},
         )
         return measured, decoded.rows
+
+    def time_steps(self, draft: Path | None, asked: CostsAsked) -> StepTimes:
+        def message(request_id: str, token_ids: list[int], sampling: Sampling) -> dict[str, Any]:
+            limit = sampling.max_new_tokens
+            return self._message(request_id, token_ids, sampling, max_new_tokens=limit, ignore_eos=True, by_step=False)
+
+        return time_steps(self.settings, draft, asked, open_pool=lambda llm: self._pool(llm, copies=1, time_steps=True), message=message)
 
     def baseline(self, requests: Sequence[SpeculateRequest], settings: SpeculateSettings) -> Baseline:
         decoded = self._decode(requests, settings, self.settings.baseline_llm(settings))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mtp_train.engine.hf_model import device_name
 from mtp_train.engine.hf_prefill import top_candidates
 from mtp_train.engine.vllm_repair import repair
 
@@ -148,6 +149,7 @@ class VllmProbe:
             "threads": torch.get_num_threads(),
             "attention": sorted({group.backend.get_name() for group in groups}),
             "device": str(self.model_runner.device),
+            "device_name": device_name(self.model_runner.device),
             "model_class": type(self.model_runner.model).__name__,
             "draft_class": self._mtp_train_draft_class(),
         }
@@ -222,6 +224,17 @@ class VllmProbe:
 
         runner.execute_model = counted
         self.mtp_train_draft = DraftTap(runner)
+
+    def mtp_train_fix_drafts(self, token_ids: list[int]) -> None:
+        """From now on draft these tokens for every sequence, in place of what the proposer (ngram) would look up: to time verifying."""
+        drafter = self.model_runner.drafter
+        if type(drafter).__name__ != "NgramProposer":
+            raise RuntimeError(f"expected vLLM's ngram proposer, whose drafts are lists of tokens, found {type(drafter).__name__}")
+
+        def propose(num_tokens: int, sampled: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
+            return [list(token_ids[:num_tokens]) if tokens else [] for tokens in sampled]
+
+        drafter.propose = propose
 
     def mtp_train_take_draft(self, path: str) -> None:
         """Write all draft calls kept so far: tensors in ``path``, their request ids and bounds in its metadata."""

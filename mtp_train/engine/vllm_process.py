@@ -106,7 +106,8 @@ class VllmPool:
 
     ``llm`` are the arguments of vLLM's ``LLM``; ``environments`` has one entry per process, added to ours.
     ``target_layer_ids`` (None: nothing is tapped; empty: the last hidden state only) and ``tap_draft`` switch the probe
-    on. ``scratch`` is where the processes leave what is handed over in files (None: the system's temporary folder).
+    on; ``time_steps`` keeps how long each step took. ``scratch`` is where the processes leave what is handed over in files
+    (None: the system's temporary folder).
     """
 
     def __init__(
@@ -116,13 +117,14 @@ class VllmPool:
         environments: Sequence[Mapping[str, str]],
         target_layer_ids: tuple[int, ...] | None,
         tap_draft: bool,
+        time_steps: bool,
         scratch: Path | None,
     ) -> None:
         self._folder = ScratchFolder(parent=scratch)
         self.folder = self._folder.path
         spec = self.folder / "spec.json"
         layers = None if target_layer_ids is None else list(target_layer_ids)
-        atomic_write_json(spec, {"llm": dict(llm), "target_layer_ids": layers, "tap_draft": tap_draft})
+        atomic_write_json(spec, {"llm": dict(llm), "target_layer_ids": layers, "tap_draft": tap_draft, "time_steps": time_steps})
         self._inbox: _Inbox = queue.SimpleQueue()
         self._workers = [
             _Worker(index=index, spec=spec, log=self.folder / f"log.{index}.txt", environment=environment, inbox=self._inbox)

@@ -13,6 +13,7 @@ import os
 import queue
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -63,6 +64,10 @@ class _Server:
             self._call("mtp_train_tap_target", spec["target_layer_ids"])
         if spec["tap_draft"]:
             self._call("mtp_train_tap_draft")
+        self.steps: list[tuple[float, int, int]] | None = [] if spec["time_steps"] else None
+        self.scheduled: list[int] = []
+        if self.steps is not None:
+            self._note_what_is_scheduled()
         repaired = self._call("mtp_train_repair")[0]
         self.send({"kind": "ready", "description": {**self._call("mtp_train_describe")[0], "repaired": repaired}})
 
@@ -79,8 +84,24 @@ class _Server:
                 self._receive(self.inbox.get())
             self._step()
 
+    def _note_what_is_scheduled(self) -> None:
+        """Keep how many tokens each sequence brings to the step that the scheduler plans."""
+        schedule = self.scheduler.schedule
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            planned = schedule(*args, **kwargs)
+            self.scheduled = list(planned.num_scheduled_tokens.values())
+            return planned
+
+        self.scheduler.schedule = noted
+
     def _step(self) -> None:
-        for output in self.engine.step():
+        started = time.perf_counter()
+        outputs = self.engine.step()
+        if self.steps is not None:
+            counts = set(self.scheduled)
+            self.steps.append((time.perf_counter() - started, len(self.scheduled), counts.pop() if len(counts) == 1 else 0))
+        for output in outputs:
             self.written.setdefault(output.request_id, []).append((list(output.outputs[0].token_ids), self._num_verifications(output)))
             if output.finished:
                 self._answer(output)
@@ -95,6 +116,12 @@ class _Server:
         if message["kind"] == "take_draft":
             self._call("mtp_train_take_draft", message["path"])
             self.send({"kind": "take_draft", "path": message["path"]})
+        elif message["kind"] == "fix_drafts":
+            self._call("mtp_train_fix_drafts", message["token_ids"])
+            self.send({"kind": "fix_drafts"})
+        elif message["kind"] == "take_steps":
+            self.send({"kind": "take_steps", "steps": self.steps})
+            self.steps = []
         elif message["kind"] == "counters":
             self.send({"kind": "counters", **self._counters()})
         else:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from mtp_train.acceptance.costs import CostTable, Timing
 from mtp_train.acceptance.identity import Difference, Identity
 from mtp_train.acceptance.report_data import Aim, MarkedAnswer, Measurement, Plain, PromptSet, ReportData, TrainedHead
 from mtp_train.records import Acceptance, PromptAcceptance
@@ -142,3 +143,50 @@ def nasty() -> str:
 @pytest.fixture
 def acceptance_of() -> Callable[..., Acceptance]:
     return make_acceptance
+
+
+def make_timing(batch_size: int, num_tokens: int, seconds: float) -> Timing:
+    return Timing(batch_size=batch_size, num_tokens=num_tokens, seconds=seconds, low_s=0.9 * seconds, high_s=1.2 * seconds, num_repeats=7)
+
+
+def make_table(
+    *,
+    verify: Callable[[int, int], float] = lambda b, n: b * (2.0 + n),
+    drafting: Callable[[int, int], float] | tuple[()] = lambda b, k: b * (1 + 0.5 * k) / 10,
+    head: str | None = "mtp",
+    engine: str = "hf",
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8),
+    num_tokens: tuple[int, ...] = (1, 2, 4, 6),
+) -> CostTable:
+    """A table whose cells are these functions of the batch size and the number of tokens."""
+    cells = () if isinstance(drafting, tuple) else tuple(make_timing(b, k, drafting(b, k)) for b in batch_sizes for k in (1, 5))
+    return CostTable(
+        source="measured",
+        engine=engine,
+        engine_version="transformers 5.19.0",
+        dtype="float32",
+        device="cpu",
+        target_name="tiny",
+        target_fingerprint="f" * 64,
+        head=head,
+        context_tokens=64,
+        verify=tuple(make_timing(b, n, verify(b, n)) for b in batch_sizes for n in num_tokens),
+        drafting=cells,
+        notes={"threads": 1},
+    )
+
+
+@pytest.fixture
+def make_cost_table() -> Callable[..., CostTable]:
+    return make_table
+
+
+@pytest.fixture
+def cost_table() -> CostTable:
+    return make_table()
+
+
+@pytest.fixture
+def cheap_table() -> CostTable:
+    """One sequence's further tokens cost nothing to verify, eight sequences' nearly as much as the first."""
+    return make_table(verify=lambda b, n: 1.0 + 0.05 * (b - 1) * (n - 1), drafting=lambda b, k: 0.01 + 0.05 * k)

@@ -1,0 +1,31 @@
+"""Makes a cost table: an engine times its steps, and what was timed is written beside what it depends on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mtp_train.acceptance.costs import CostTable
+from mtp_train.checkpoint import read_head_config
+from mtp_train.engine.base import CostsAsked, Engine
+from mtp_train.runtime import provenance
+from mtp_train.target.spec import TargetSpec
+
+
+def measure_costs(engine: Engine, *, target: TargetSpec, checkpoint: Path | None, draft: Path | None, asked: CostsAsked) -> CostTable:
+    """``checkpoint`` is the head (None: the target alone), ``draft`` what the engine loads of it."""
+    found = engine.time_steps(draft, asked)
+    sha256 = None if checkpoint is None else read_head_config(checkpoint)["weights_sha256"]
+    return CostTable(
+        source="measured",
+        engine=engine.word,
+        engine_version=engine.version,
+        dtype=engine.dtype,
+        device=found.device,
+        target_name=target.name,
+        target_fingerprint=target.fingerprint,
+        head=None if checkpoint is None else checkpoint.name,
+        context_tokens=asked.context_tokens,
+        verify=found.verify,
+        drafting=found.drafting,
+        notes={**found.notes, "head_sha256": sha256, "made_by": provenance()},
+    )
