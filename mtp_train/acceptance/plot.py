@@ -30,10 +30,11 @@ _DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1)), (0, (1, 1)))
 
 
 class Series(NamedTuple):
-    """A line of a plot: points (x, y), y None where there is none. ``colour`` is the head's number."""
+    """A line of a plot: points (x, y), y None where there is none. ``colour`` is the head's number; None: a line to compare with,
+    which is no head's."""
 
     label: str
-    colour: int
+    colour: int | None
     points: Sequence[tuple[float, float | None]]
 
 
@@ -91,22 +92,35 @@ def groups_plot(title: str, groups: Mapping[str, list[Group]], *, quantity: str,
     return found[0]
 
 
-def lines_plot(title: str, series: Sequence[Series], *, x: str, y: str) -> str:
-    """Lines over a common axis: curves of a training run."""
+class Point(NamedTuple):
+    """A measured value at ``x`` with its interval, drawn onto curves."""
+
+    label: str
+    colour: int
+    x: float
+    y: Interval
+
+
+def lines_plot(title: str, series: Sequence[Series], *, x: str, y: str, points: Sequence[Point] = (), level: float | None = None) -> str:
+    """Lines over a common axis, measured points on them, and a level line where there is something to be above of."""
     with _drawing(title) as (figure, axes, found):
+        if level is not None:
+            axes.axhline(level, color=_INK, linewidth=0.8)
         for number, line in enumerate(series):
-            points = [(a, b) for a, b in line.points if b is not None]
-            few = len(points) < 20
+            known = [(a, b) for a, b in line.points if b is not None]
+            few = len(known) < 20
             axes.plot(
-                [a for a, _ in points],
-                [b for _, b in points],
-                color=_HEADS[line.colour % NUM_COLOURS],
+                [a for a, _ in known],
+                [b for _, b in known],
+                color=_INK if line.colour is None else _HEADS[line.colour % NUM_COLOURS],
                 linestyle=_DASHES[number % len(_DASHES)],
-                marker=_MARKERS[line.colour % len(_MARKERS)] if few else None,
+                marker=_MARKERS[(line.colour or 0) % len(_MARKERS)] if few and line.colour is not None else None,
                 markersize=4,
-                linewidth=1.6,
+                linewidth=1.6 if line.colour is not None else 1.0,
                 label=_plain(line.label),
             )
+        for point in points:
+            _error_bars(axes, [point.x], [point.y], index=point.colour, label=point.label)
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         _legend(axes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast
 
 from mtp_train.acceptance.certificate import Certificate
+from mtp_train.acceptance.costs import CostTable
 from mtp_train.acceptance.identity import Identity
 from mtp_train.records import Acceptance
 from mtp_train.typed import fit
@@ -110,7 +111,8 @@ class ReportData:
     """All that a report shows. The first prompt set is the one that its headline speaks about.
 
     ``provenance`` maps each stage to what it stated of itself (settings, versions, commit, hashes); ``notes`` are
-    sentences that the reader must know. ``certificate``: of losslessness, where one was made.
+    sentences that the reader must know. ``certificate``: of losslessness, where one was made. ``costs``: what steps cost,
+    where it was measured.
     """
 
     title: str
@@ -123,6 +125,7 @@ class ReportData:
     provenance: dict[str, Any]
     notes: tuple[str, ...]
     certificate: Certificate | None = None
+    costs: tuple[CostTable, ...] = ()
     format_version: int = field(default=FORMAT_VERSION)
 
     def __post_init__(self) -> None:

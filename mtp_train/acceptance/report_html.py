@@ -10,9 +10,12 @@ from typing import Any
 from mtp_train.acceptance.certificate import GREEDY_COLUMNS, SAMPLED_COLUMNS, Certificate, greedy_rows, sampled_rows
 from mtp_train.acceptance.interval import Interval
 from mtp_train.acceptance.plot import NUM_COLOURS, groups_plot, rates_plot, tokens_plot
+from mtp_train.acceptance.report_costs import cost_sections
 from mtp_train.acceptance.report_curves import training_plots
 from mtp_train.acceptance.report_data import MarkedAnswer, ReportData
+from mtp_train.acceptance.report_limits import limits
 from mtp_train.acceptance.report_markdown import LEGEND
+from mtp_train.acceptance.report_ranking import rankings
 from mtp_train.acceptance.report_summary import (
     Figures,
     Section,
@@ -44,6 +47,7 @@ def page(data: ReportData, summary: Summary) -> str:
         lstrip_blocks=True,
     )
     colours = {head.name: index % NUM_COLOURS for index, head in enumerate(data.heads)}
+    costs = cost_sections(data, summary, draw=True)
     return environment.get_template(TEMPLATE).render(
         data=data,
         colours=colours,
@@ -52,6 +56,9 @@ def page(data: ReportData, summary: Summary) -> str:
         sections=[_section(section, colours) for section in summary.sections],
         verdicts=summary.verdicts,
         certificate=_certificate(data.certificate),
+        rankings=rankings(summary),
+        limits=limits(summary),
+        costs=[section._replace(plots=[(title, _markup(svg), said) for title, svg, said in section.plots]) for section in costs],
         breakdowns=_breakdowns(summary, colours),
         curves=[(title, _markup(svg)) for title, svg in training_plots(data)],
         answers=_answers(data),

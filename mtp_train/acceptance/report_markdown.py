@@ -6,7 +6,10 @@ import json
 import re
 
 from mtp_train.acceptance.certificate import GREEDY_COLUMNS, SAMPLED_COLUMNS, Certificate, greedy_rows, sampled_rows
+from mtp_train.acceptance.report_costs import cost_sections, rows_markdown
 from mtp_train.acceptance.report_data import ReportData
+from mtp_train.acceptance.report_limits import limits
+from mtp_train.acceptance.report_ranking import rankings
 from mtp_train.acceptance.report_summary import Summary, comparison_text, identity_text
 from mtp_train.acceptance.report_table import engines, estimate_note, section_table, serving
 
@@ -36,6 +39,16 @@ def markdown(data: ReportData, summary: Summary) -> str:
                     )
                 )
         lines.append("")
+    for ranking in rankings(summary):
+        lines += [f"## The fastest first: {escape(ranking.title)}", "", *rows_markdown(ranking, escape), ""]
+    for limit in limits(summary):
+        lines += [f"## Where drafts stop being taken: {escape(limit.label)}", "", *rows_markdown(limit.table, escape), ""]
+        lines += [*(f"- {escape(text)}" for text in limit.said), ""]
+    for costs in cost_sections(data, summary, draw=False):
+        lines += [f"## What a step costs: {escape(costs.label)}", ""]
+        for cells in costs.tables:
+            lines += [escape(cells.title), "", *rows_markdown(cells, escape), ""]
+        lines += [*(f"- {escape(text)}" for text in costs.said), ""]
     if summary.verdicts:
         lines += ["## Aims", "", *(f"- {escape(verdict.text)}" for verdict in summary.verdicts), ""]
     if data.certificate is not None:

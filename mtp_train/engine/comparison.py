@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mtp_train.acceptance.costs import FOLDER, CostTable, read_costs
 from mtp_train.acceptance.report import read_certificate
 from mtp_train.acceptance.report_data import Aim, MarkedAnswer, Measurement, PromptSet, ReportData, TrainedHead, part_from_json
 from mtp_train.acceptance.report_way import way_of
@@ -209,7 +210,21 @@ def collect(out: Path, *, target: Mapping[str, Any], run_folder: Path, aims: Seq
         provenance=provenance,
         notes=tuple(_unlike(measurements)),
         certificate=read_certificate(out),
+        costs=_costs(out, target),
     )
+
+
+def _costs(out: Path, target: Mapping[str, Any]) -> tuple[CostTable, ...]:
+    """The tables of costs that were measured for this report. ValueError for one of another target."""
+    found = read_costs(out)
+    for table in found:
+        if table.target_fingerprint != target.get("fingerprint"):
+            raise ValueError(
+                f"{out}: expected costs measured on {target['name']} ({str(target.get('fingerprint'))[:16]}), found those of "
+                f"{table.label} on {table.target_name} ({table.target_fingerprint[:16]}); delete them from {out / FOLDER}, or "
+                "measure again (tools/measure_costs.py)"
+            )
+    return found
 
 
 def _unlike(measurements: Sequence[Measurement]) -> Iterator[str]:

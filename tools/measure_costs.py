@@ -1,0 +1,121 @@
+"""Measure what decoding steps cost and keep the table in a run's report: verifying by batch size and tokens, drafting by batch size.
+
+python tools/measure_costs.py --run runs/demo --name mtp                      # in the reference engine
+python tools/measure_costs.py --run runs/demo --name mtp --engine vllm enforce_eager=true cpu_threads=1
+python tools/measure_costs.py --run runs/demo --name none                     # the target alone, for schemes without a head
+
+The table lands in RUN/report/costs/; the report takes it up when `evaluate` runs again (all that is measured stays), and `advise`
+reads it there. Words at the end set the engine's own settings (conf/engine/). Times are on the wall's clock: let nothing else run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, required=True, help="a run's folder")
+    parser.add_argument("--name", required=True, help="the head: a folder in RUN/checkpoint/; none: the target alone")
+    parser.add_argument("--engine", choices=("hf", "vllm"), default="hf")
+    parser.add_argument("--target", nargs="+", default=["smollm2_135m"], help="a word of conf/target, and settings of it (local path=...)")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument(
+        "--num-tokens", type=int, nargs="+", default=[1, 2, 4, 6], help="that the target reads of each sequence; 1: plain decoding"
+    )
+    parser.add_argument("--draft-lengths", type=int, nargs="+", default=[1, 5], help="each one less than one of --num-tokens")
+    parser.add_argument("--context-tokens", type=int, default=256, help="that each sequence holds")
+    parser.add_argument("--num-repeats", type=int, default=9)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=None, help="a report's folder; default: RUN/report")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the engine, such as dtype=float32")
+    return parser.parse_intermixed_args()
+
+
+def node(group: str, words: list[str]) -> dict[str, Any]:
+    """A yaml of conf/ with settings changed, as the stages would read them. ValueError for one that it does not have."""
+    import yaml
+
+    from mtp_train.stage import load_word
+
+    word = words[0] if "=" not in words[0] else ""
+    found = load_word(group, word)
+    for setting in words[1:]:
+        key, equals, value = setting.partition("=")
+        if not equals or key not in found:
+            raise ValueError(f"{group} {word}: expected settings among {sorted(found)} as key=value, found {setting!r}")
+        found[key] = yaml.safe_load(value)
+    return found
+
+
+def measure(arguments: argparse.Namespace) -> Path:
+    """Time and keep; returns the table's path."""
+    import tempfile
+
+    from omegaconf import OmegaConf
+
+    from mtp_train.acceptance.costs import write_costs
+    from mtp_train.checkpoint import read_head_config
+    from mtp_train.engine.base import CostsAsked, Engine
+    from mtp_train.engine.costs import measure_costs
+    from mtp_train.exporter.vllm import VllmExporter
+    from mtp_train.stage import build, check_head, check_name, head_loader, open_target
+
+    asked = CostsAsked(
+        batch_sizes=tuple(arguments.batch_sizes),
+        num_tokens=tuple(arguments.num_tokens),
+        draft_lengths=() if arguments.name == "none" else tuple(arguments.draft_lengths),
+        context_tokens=arguments.context_tokens,
+        num_repeats=arguments.num_repeats,
+        seed=arguments.seed,
+    )
+    target = open_target(OmegaConf.create(node("target", arguments.target)))
+    checkpoint = None if arguments.name == "none" else arguments.run / "checkpoint" / check_name(arguments.name)
+    if checkpoint is not None:
+        check_head(read_head_config(checkpoint), target, where=checkpoint)
+    changed = node("engine", [arguments.engine, *arguments.settings])
+    if arguments.engine == "vllm":
+        changed["scratch"] = None
+    engine: Engine = build(changed, target_path=target.path, trust_remote_code=target.trust_remote_code, load_head=head_loader(target))
+    with tempfile.TemporaryDirectory() as folder:
+        draft = checkpoint
+        if checkpoint is not None and arguments.engine == "vllm":
+            exporter = VllmExporter(dtype="float32", allow_plugin=True, trust_remote_code=target.trust_remote_code, overwrite=False)
+            draft = exporter.export(checkpoint, target.path, Path(folder) / "served").path
+        table = measure_costs(engine, target=target.spec, checkpoint=checkpoint, draft=draft, asked=asked)
+    return write_costs(table, arguments.out or arguments.run / "report")
+
+
+def main() -> int:
+    arguments = parse()
+    try:
+        path = measure(arguments)
+    except ValueError as error:
+        print(f"measure_costs: {error}", file=sys.stderr)
+        return 2
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from mtp_train.acceptance.costs import read_costs
+    from mtp_train.acceptance.report_costs import cells_table
+
+    console = Console()
+    for table in read_costs(path.parent.parent):
+        _, columns, rows = cells_table(table)
+        shown = Table(title=Text(table.label), title_justify="left")
+        for column in columns:
+            shown.add_column(column, justify="right")
+        for row in rows:
+            shown.add_row(*row)
+        console.print(shown)
+    print(f"costs: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
