@@ -1,24 +1,36 @@
 """The engine runs the target over whole responses: responses/ -> cache/ of hidden states and next-token probabilities.
 
-Shards are written one by one; killed at any moment, the same command continues and ends with the same bytes. With torchrun each
-process writes every N-th shard; so does each of num_workers commands that share nothing but the folder, at any time.
+Shards are written one by one; killed at any moment, the same command continues and ends with the same bytes. Any number of the same
+command share the work, started at any time, on any machine that sees the folder: each claims the next shard that is free, what a
+dead one had claimed is taken over, and where one ends well the cache is complete. With mode=stream or hybrid a training with the
+same mode runs beside it, and says which shards come first.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtp_train.runtime import barrier, is_main, log, progress, rank, world_size
+from mtp_train.runtime import is_main, log, progress
 from mtp_train.stage import OpenTarget, build, call, open_target, record, stage, start
+from mtp_train.typed import fit
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from mtp_train.cache.sharing import Work
+    from mtp_train.cache.wanted import Production
     from mtp_train.cache.writer import CacheWriter
+    from mtp_train.engine.base import Engine, PrefillSettings
     from mtp_train.prompt.skips import SkipCounts
     from mtp_train.records import Response
+
+# Between two looks at what other workers do, and between two lines about it.
+_LOOK_S, _SAY_S = 1.0, 60.0
 
 
 def _responses(cfg: DictConfig, target: OpenTarget) -> tuple[list[Response], SkipCounts]:
@@ -64,33 +76,58 @@ def _own_answers(cfg: DictConfig, target: OpenTarget) -> tuple[list[Response], S
     return kept, counts
 
 
-def _missing(cfg: DictConfig, writer: CacheWriter) -> list[tuple[int, tuple[str, ...]]]:
-    """The shards that this process is to write: its share as a rank of a torchrun job, or as one of ``num_workers`` that know
-    nothing of each other."""
-    if cfg.num_workers is None:
-        missing = list(writer.missing_shards())[rank() :: world_size()]
-        barrier()  # every process has seen the same shards missing before the first one is written
-        return missing
-    if not 0 <= cfg.worker < cfg.num_workers or world_size() > 1:
-        raise ValueError(
-            f"worker: expected a number from 0 to below num_workers={cfg.num_workers}, and one process each (no torchrun), found "
-            f"{cfg.worker} and {world_size()} processes"
-        )
-    return list(writer.missing_shards(range(cfg.worker, writer.num_shards, cfg.num_workers)))
+def _write_shards(
+    engine: Engine, settings: PrefillSettings, *, writer: CacheWriter, work: Work, production: Production, responses: dict[str, Response]
+) -> None:
+    """Write what is free, wait for what others are at, and take over what they leave, until every shard looks written, or the
+    training that they are streamed to has ended. An engine may ask for shards ahead of the one that it is at."""
+    asked: deque[int] = deque()
+    said_s = time.monotonic()
+
+    def groups() -> Iterator[list[Response] | None]:
+        nonlocal said_s
+        while True:
+            index = work.take(production.order())
+            if index is not None:
+                asked.append(index)
+                yield [responses[sample_id] for sample_id in writer.sample_ids(index)]
+            elif asked:
+                yield None
+            elif (others := production.waits_for() or work.waits_for()) is None:
+                return
+            else:
+                if time.monotonic() - said_s >= _SAY_S:
+                    log(f"nothing to do; waiting for {others}")
+                    said_s = time.monotonic()
+                time.sleep(_LOOK_S)
+
+    missing = [index for index in range(writer.num_shards) if not writer.looks_done(index)]
+    num_tokens = sum(len(responses[sample_id].token_ids) for index in missing for sample_id in writer.sample_ids(index))
+    log(f"{num_tokens} tokens to read, in {len(missing)} of {writer.num_shards} shard(s)")
+    with progress(desc="precompute", unit="tok", total=num_tokens) as bar, closing(engine.prefill_groups(groups(), settings)) as shards:
+        for samples in shards:
+            index = asked.popleft()
+            writer.write_shard(index, samples)
+            work.done(index)
+            bar.update(sum(len(responses[sample_id].token_ids) for sample_id in writer.sample_ids(index)))
 
 
-@stage("precompute", kinds={"top_k": int | None, "target_layer_ids": list[int] | None, "num_workers": int | None})
+@stage("precompute", kinds={"top_k": int | None, "target_layer_ids": list[int] | None, "max_bytes": str | int | None})
 def main(cfg: DictConfig) -> None:
     target = open_target(cfg.target)
     chosen, counts = _responses(cfg, target)
     log(counts.summary())
     responses = {response.prompt_id: response for response in chosen}
 
+    from mtp_train.cache.claim import Claims
     from mtp_train.cache.disk import CacheSize, check_fits
     from mtp_train.cache.format import FORMAT_VERSION, CacheIdentity
     from mtp_train.cache.plan import PlannedSample
+    from mtp_train.cache.sharing import Work
+    from mtp_train.cache.wanted import Mode, Production
     from mtp_train.cache.writer import CacheWriter
     from mtp_train.engine.base import PrefillSettings
+    from mtp_train.quantity import parse_bytes
     from mtp_train.target.spec import default_tap_ids, quantization_of
 
     taps = default_tap_ids(target.spec.num_layers) if cfg.target_layer_ids is None else tuple(cfg.target_layer_ids)
@@ -103,10 +140,12 @@ def main(cfg: DictConfig) -> None:
         num_taps=len(settings.target_layer_ids),
         top_k=settings.top_k,
     )
-    check_fits(Path(cfg.out), list(responses.values()), size)  # before the engine is loaded, and before anything is written
+    max_bytes = None if cfg.max_bytes is None else parse_bytes(cfg.max_bytes, where="max_bytes")
+    check_fits(
+        Path(cfg.out), list(responses.values()), size, max_bytes=max_bytes
+    )  # before the engine is loaded, and before anything is written
     engine = build(cfg.engine, target_path=target.path, trust_remote_code=target.trust_remote_code, load_head=None)
-    run = start(cfg, stage_name="precompute", record_now=False, worker=None if cfg.num_workers is None else cfg.worker)
-    barrier()  # the first process has the folder for itself before any other looks into it
+    run = start(cfg, stage_name="precompute", record_now=False, shared=True)
     identity = CacheIdentity(
         format_version=FORMAT_VERSION,
         **target.identity(),
@@ -127,25 +166,20 @@ def main(cfg: DictConfig) -> None:
     record(run, stage_name="precompute")  # only now: another run's folder has been refused
     if is_main():
         counts.write(run.out / "skips.json")
-    missing = _missing(cfg, writer)
-    num_tokens = sum(len(responses[i].token_ids) for _, ids in missing for i in ids)
-    log(f"{num_tokens} tokens to read, in {len(missing)} of {writer.num_shards} shard(s)")
-    groups = ([responses[i] for i in sample_ids] for _, sample_ids in missing)
-    with progress(desc="precompute", unit="tok", total=num_tokens) as bar, closing(engine.prefill_groups(groups, settings)) as shards:
-        for (index, sample_ids), samples in zip(missing, shards, strict=False):
-            writer.write_shard(index, samples)
-            bar.update(sum(len(responses[i].token_ids) for i in sample_ids))
-    if cfg.num_workers is None:
-        barrier()
-    elif writer.num_unwritten():
-        log(f"{writer.num_unwritten()} of {writer.num_shards} shards are other workers'; the last one to end completes the cache")
-        return
-    if is_main():
-        manifest = writer.finish()
-        log(
-            f"{manifest.num_samples} samples, {manifest.num_loss_tokens} answer tokens in {run.out}; "
-            f"next: python -m mtp_train.train run={cfg.run}"
-        )
+    production = Production(writer=writer, mode=fit(Mode, cfg.mode, "mode"), max_bytes=max_bytes)
+    with Claims(run.out, silence_s=cfg.silence_s) as claims:
+        work = Work(writer=writer, claims=claims)
+        manifest = None
+        while manifest is None:
+            _write_shards(engine, settings, writer=writer, work=work, production=production, responses=responses)
+            if production.is_over:
+                log(f"the training that {run.out} was streamed to has ended")
+                return
+            manifest = work.finish(look_s=_LOOK_S)
+    log(
+        f"{manifest.num_samples} samples, {manifest.num_loss_tokens} answer tokens in {run.out}; "
+        f"next: python -m mtp_train.train run={cfg.run}"
+    )
 
 
 if __name__ == "__main__":

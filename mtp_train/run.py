@@ -35,16 +35,16 @@ def check_name(name: str, *, key: str = "name") -> str:
     return name
 
 
-def open_run(out: Path, *, lock: str, settings: dict[str, Any]) -> Run:
+def open_run(out: Path, *, lock: str | None, settings: dict[str, Any]) -> Run:
     """Make the folder ``out`` where it is missing, and keep other processes that use the same ``lock`` (the stage's name)
-    from it until this one ends.
+    from it until this one ends; with None several may write there.
 
     Errors: ValueError where there is a file, or where another process writes there.
     """
     if out.exists() and not out.is_dir():
         raise ValueError(f"out: expected a folder, found a file at {out}; choose another run= or out=")
-    if is_main():  # of the processes of one torchrun, the first holds the folder for all
-        out.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    if is_main() and lock is not None:  # of the processes of one torchrun, the first holds the folder for all
         path = out.resolve() / f".{lock}.lock"
         if path not in _held:  # a sweep runs a stage several times in one process
             _held[path] = ExitStack()

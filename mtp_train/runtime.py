@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ import random
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -140,10 +142,11 @@ def fsync_directory(path: Path) -> None:
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary name beside ``path``; when the block ends well, fsync it and rename it into place.
 
-    A reader sees the old file or the whole new one. What a killed process leaves behind is ``.<name>.<pid>.tmp``.
+    A reader sees the old file or the whole new one. What a killed process leaves behind is ``.<name>.<pid>-<8 hex digits>.tmp``:
+    two machines that write the same file into a folder they share have a name each.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
     try:
         yield temporary
         with open(temporary, "rb") as written:
@@ -165,6 +168,26 @@ def atomic_write_text(path: Path, text: str) -> None:
 def atomic_write_json(path: Path, value: Any) -> None:
     """Write JSON (indented, keys in the order given) so that the file is never seen half written."""
     atomic_write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def create_json(path: Path, value: Any) -> None:
+    """Write JSON, whole, where there is no such file; of several processes at once, one succeeds and the others change nothing."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EMLINK):
+                raise
+            os.replace(temporary, path)  # a file system without hard links
+        fsync_directory(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> Any:

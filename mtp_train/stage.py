@@ -297,16 +297,16 @@ def head_loader(target: OpenTarget) -> Callable[[Path, SharedWeights], Head]:
     return load
 
 
-def start(cfg: DictConfig, *, stage_name: str, record_now: bool = True, worker: int | None = None) -> Run:
+def start(cfg: DictConfig, *, stage_name: str, record_now: bool = True, shared: bool = False) -> Run:
     """Open the stage's output folder (``cfg.out``), keep it for this process, and write ``settings.<stage>.json`` into it.
 
     ``record_now=False`` leaves the writing to ``record``, for stages that may yet refuse to continue what is there.
-    ``worker``: the number of this process among those that share the folder's work, each of which may run once.
+    ``shared``: any number of processes may write there, and agree among themselves.
     Errors: ValueError where another process of the stage writes there.
     """
     if "name" in cfg:
         check_name(cfg.name)
-    run = open_run(Path(cfg.out), lock=stage_name if worker is None else f"{stage_name}.{worker}", settings=plain(cfg))
+    run = open_run(Path(cfg.out), lock=None if shared else stage_name, settings=plain(cfg))
     if record_now:
         record(run, stage_name=stage_name)
     log(f"{stage_name}: writing to {run.out}")

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -346,6 +347,25 @@ def test_two_processes_of_one_stage_do_not_write_to_one_folder(finished: Run, tm
     os.kill(first.pid, signal.SIGCONT)
     assert shell.wait(first).code == 0
     assert run.responses() == finished.responses()
+
+
+def test_two_calls_of_precompute_share_one_cache_and_another_is_refused(finished: Run, tmp_path: Path, shell: Shell) -> None:
+    """The first is stopped in the middle of a shard; the second makes the rest, and takes over what the first, killed, was at."""
+    run = Run(tmp_path / "run", finished.target, shell)
+    shutil.copytree(finished.folder / "responses", run.folder / "responses")
+    first = shell.start("mtp_train.precompute", run.words("precompute"), stop=("mtp_train.cache.shard:ShardBuilder.add", 5))
+    shell.until_stopped(first)
+    claims = sorted(path.name for path in (run.folder / "cache").glob(".*.claim.*"))
+    assert len(claims) == 1
+    assert "shard_tokens 128, expected 64" in run.refused("precompute", "shard_tokens=64")
+    second = shell.start("mtp_train.precompute", run.words("precompute"))
+    while len(list((run.folder / "cache").glob("shard-*.json"))) < 8:
+        time.sleep(0.05)
+    assert not (run.folder / "cache" / "manifest.json").exists()
+    os.kill(first.pid, signal.SIGKILL)
+    assert shell.wait(first).code == -signal.SIGKILL and shell.wait(second).code == 0
+    assert run.cache_bytes() == finished.cache_bytes()
+    assert not list((run.folder / "cache").glob(".*"))
 
 
 @pytest.mark.slow

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
+from mtp_train.cache.codec import bytes_per_token
 from mtp_train.cache.format import PLAN, CacheIdentity, check_same
 from mtp_train.records import Response, Sample
-from mtp_train.runtime import atomic_write_json, read_object
+from mtp_train.runtime import create_json, read_object
 
 
 def content_hash(token_ids: Sequence[int], loss_mask: Sequence[bool]) -> str:
@@ -80,13 +81,27 @@ class CachePlan:
     def shard(self, index: int) -> tuple[PlannedSample, ...]:
         return self.samples[self.bounds[index] : self.bounds[index + 1]]
 
+    def most_bytes(self, index: int) -> int:
+        """An upper bound of a shard's size: every token an answer, and room for its header and sidecar."""
+        identity = self.identity
+        per_token = bytes_per_token(
+            codec=identity.codec,
+            hidden_size=identity.hidden_size,
+            num_taps=identity.num_taps,
+            vocab_size=identity.vocab_size,
+            top_k=identity.top_k,
+            answer_share=1.0,
+        )
+        return int(sum(sample.num_tokens for sample in self.shard(index)) * per_token) + (1 << 16)
+
     def sha256(self) -> str:
         """Over everything that decides the shards' bytes; each sidecar repeats it, so that no other plan's shard counts."""
         decisive = [self.identity.compared(), self.shard_tokens, [astuple(sample) for sample in self.samples]]
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
     def write(self, folder: Path) -> None:
-        atomic_write_json(
+        """Store the plan where there is none yet: of two that begin at once, the first one's stands."""
+        create_json(
             folder / PLAN,
             {
                 "sha256": self.sha256(),

@@ -6,82 +6,101 @@ import errno
 import os
 import re
 import shutil
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from mtp_train.cache.codec import bytes_per_token
 from mtp_train.cache.format import MANIFEST, PLAN, CacheIdentity, Manifest, ShardInfo, shard_name, shard_path, sidecar_path
 from mtp_train.cache.plan import CachePlan, PlannedSample
 from mtp_train.cache.shard import ShardBuilder, metadata
 from mtp_train.records import Sample
 from mtp_train.runtime import atomic_path, atomic_write_json, log, sha256_file
 
-# What ``runtime.atomic_path`` leaves behind of our files when it is killed.
-_LEFTOVER = re.compile(r"\.(shard-\d{5,}\.(safetensors|json)|manifest\.json|plan\.json)\.\d+\.tmp")
+# What ``runtime.atomic_path`` leaves behind of our files when it is killed, and what claims a dead worker does (``cache/claim.py``).
+_LEFTOVER = re.compile(r"\.(?:(shard-\d{5,}|manifest|plan)\.(?:safetensors|json)\.\d+-[0-9a-f]{8}\.tmp|shard-\d{5,}\.claim\.\d+)")
 _OS_ERROR = re.compile(r"os error (\d+)")
+# Shards that are hashed at once when the cache is completed; hashing leaves the interpreter free.
+_HASHERS = 4
 
 
 class CacheWriter:
     """Writes a cache into ``path`` according to a plan that is fixed, and stored, before the first shard.
 
     Use: ``for index, sample_ids in writer.missing_shards(): writer.write_shard(index, engine.prefill(...))``, then
-    ``writer.finish()``. Several processes may have a writer on one folder, if each writes other shards and one of them
-    finishes when all are done. Errors: ValueError where ``path`` holds a cache begun
+    ``writer.finish()``. Several processes may have a writer on one folder, on several machines (``cache/sharing.py`` says who
+    writes what); two that write the same shard do no harm. Errors: ValueError where ``path`` holds a cache begun
     with another identity, other samples or another shard size, or cannot be written.
     """
 
     def __init__(self, *, path: Path, identity: CacheIdentity, samples: Iterable[PlannedSample], shard_tokens: int) -> None:
         self.path = path
         plan = CachePlan.make(identity=identity, shard_tokens=shard_tokens, samples=samples)
-        self._done: dict[int, ShardInfo] = {}
+        self._done: dict[int, ShardInfo] = {}  # hashed, or written, by this writer
+        self._glanced: dict[int, ShardInfo] = {}  # with a sidecar of this plan, and of the size that it says
         with self._writing(path, needed_bytes=0):
             path.mkdir(parents=True, exist_ok=True)
-        if (path / PLAN).exists():
-            begun = CachePlan.read(path)
-            plan.check_continues(begun, folder=path)
-            plan = begun  # the same but for what is informative: the first run's statement stays
-        else:
+        if not (path / PLAN).exists():
             with self._writing(path / PLAN, needed_bytes=0):
                 plan.write(path)
-        self.plan = plan
+        begun = CachePlan.read(path)
+        plan.check_continues(begun, folder=path)
+        self.plan = plan = begun  # the same but for what is informative: the first run's statement stays
         self._plan_sha256 = plan.sha256()
 
     @property
     def num_shards(self) -> int:
         return self.plan.num_shards
 
-    def missing_shards(self, among: Iterable[int] | None = None) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """(shard, its sample ids) of each shard, or of those ``among`` the given ones, not done yet. Done: a sidecar of this plan,
-        and size and sha256 agree.
+    def missing_shards(self) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """(shard, its sample ids) of each shard not done yet. Done: a sidecar of this plan, and size and sha256 agree.
 
         Each shard on disk is hashed once per writer.
         """
-        for index in range(self.num_shards) if among is None else among:
+        for index in range(self.num_shards):
             if not self._is_done(index):
-                yield index, tuple(sample.sample_id for sample in self.plan.shard(index))
+                yield index, self.sample_ids(index)
 
-    def num_unwritten(self) -> int:
-        """Shards without a sidecar, at a glance: nothing is hashed."""
-        return sum(not sidecar_path(shard_path(self.path, shard_name(index))).exists() for index in range(self.num_shards))
+    def sample_ids(self, index: int) -> tuple[str, ...]:
+        """The samples of a shard, in its order."""
+        return tuple(sample.sample_id for sample in self.plan.shard(index))
 
-    def write_shard(self, index: int, samples: Iterable[Sample]) -> ShardInfo:
+    def looks_done(self, index: int) -> bool:
+        """Whether a shard has a sidecar of this plan and the size that it says: nothing is hashed, and what was seen once is believed."""
+        return index in self._done or index in self._glanced or self._glance(index) is not None
+
+    def forget(self, index: int) -> None:
+        """Look again whether a shard is there: somebody may have deleted it."""
+        self._done.pop(index, None)
+        self._glanced.pop(index, None)
+
+    def verify(self) -> bool:
+        """Hash what this writer has neither written nor hashed, several shards at once; False where one does not hold what its
+        sidecar says. It then counts as missing, for every worker."""
+        with ThreadPoolExecutor(max_workers=_HASHERS) as pool:
+            return all(list(pool.map(self._is_done, range(self.num_shards))))
+
+    def write_shard(self, index: int, samples: Iterable[Sample]) -> None:
         """Write one shard from its samples, in the plan's order (an engine's generator may make them as they are needed).
 
-        Samples with a number that is not finite are left out and listed with the reason. Errors: ValueError where the
-        disk is full or not writable; shards that are done stay, and the same command continues.
+        Samples with a number that is not finite are left out and listed with the reason. A shard that another worker has
+        written meanwhile is left as it is. Errors: ValueError where the disk is full or not writable; shards that are done
+        stay, and the same command continues.
         """
         planned = self.plan.shard(index)
-        num_tokens = sum(sample.num_tokens for sample in planned)
         path = shard_path(self.path, shard_name(index))
-        needed_bytes = self._needed_bytes(num_tokens)
+        needed_bytes = self.plan.most_bytes(index)
+        if self.looks_done(index):  # by a worker that took it over while this one was stopped
+            deque(samples, maxlen=0)
+            return
         with self._writing(path, needed_bytes=needed_bytes):
             (self.path / MANIFEST).unlink(missing_ok=True)  # while a shard is missing, the cache is not complete
             sidecar_path(path).unlink(missing_ok=True)
             self._remove_leftovers(of=path.stem)
             if shutil.disk_usage(self.path).free < needed_bytes:  # before the target is run for nothing
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        builder = ShardBuilder(identity=self.plan.identity, num_tokens=num_tokens)
+        builder = ShardBuilder(identity=self.plan.identity, num_tokens=sum(sample.num_tokens for sample in planned))
         received = iter(samples)
         for expected in planned:
             sample = next(received, None)
@@ -90,16 +109,20 @@ class CacheWriter:
             builder.add(sample)
         extra = next(received, None)
         assert extra is None, f"shard {index}: the engine returned a sample too many, {extra.sample_id!r}"
+        if self.looks_done(index):
+            return
         with self._writing(path, needed_bytes=needed_bytes):
             info = self._write(builder, path)
+        if info is None:
+            log(f"{path.name}: another worker has taken it over, and writes it")
+            return
         if info.quarantined:
             log(f"{path.name}: {len(info.quarantined)} of {len(planned)} samples quarantined, {info.quarantined[0].reason}")
         self._done[index] = info
-        return info
 
     def finish(self) -> Manifest:
         """Write the manifest: the cache is complete. Errors: ValueError where shards are missing or nothing is trainable."""
-        missing = [index for index, _ in self.missing_shards()]
+        missing = [index for index in range(self.num_shards) if not self._is_done(index)]
         if missing:
             raise ValueError(
                 f"{self.path}: expected {self.num_shards} shards, {len(missing)} are missing, the first is {shard_name(missing[0])}"
@@ -112,59 +135,72 @@ class CacheWriter:
                 f"({len(manifest.quarantined)} quarantined): nothing could be learned from this cache"
             )
         with self._writing(self.path / MANIFEST, needed_bytes=0):
-            self._remove_leftovers(of="")
-            atomic_write_json(self.path / MANIFEST, manifest.to_json())
+            self._remove_leftovers(of=None)
+            try:
+                atomic_write_json(self.path / MANIFEST, manifest.to_json())
+            except FileNotFoundError:  # another worker, which took this one for dead, cleaned up and wrote the same
+                if not (self.path / MANIFEST).exists():
+                    raise
         return manifest
 
-    def _remove_leftovers(self, *, of: str) -> None:
-        """Delete what killed processes left of the files whose name begins with ``of``.
-
-        Only of a shard about to be written, or of all when all are: other processes may be writing other shards now.
-        """
+    def _remove_leftovers(self, *, of: str | None) -> None:
+        """Delete what killed processes left: unfinished files of the shard named, which is about to be written, or with None all
+        that there is, since all shards are done. Other processes may be writing other shards now."""
         for entry in list(self.path.iterdir()):
-            if _LEFTOVER.fullmatch(entry.name) and entry.name.startswith(f".{of}"):
+            found = _LEFTOVER.fullmatch(entry.name)
+            if found and of in (None, found[1]):
                 entry.unlink(missing_ok=True)
 
-    def _needed_bytes(self, num_tokens: int) -> int:
-        """An upper bound of a shard's size: every token an answer, and room for its header and sidecar."""
-        identity = self.plan.identity
-        per_token = bytes_per_token(
-            codec=identity.codec,
-            hidden_size=identity.hidden_size,
-            num_taps=identity.num_taps,
-            vocab_size=identity.vocab_size,
-            top_k=identity.top_k,
-            answer_share=1.0,
-        )
-        return int(num_tokens * per_token) + (1 << 16)
-
-    def _write(self, builder: ShardBuilder, path: Path) -> ShardInfo:
+    def _write(self, builder: ShardBuilder, path: Path) -> ShardInfo | None:
+        """Write shard and sidecar; None where the unfinished file was removed by a worker that took the shard over."""
         from safetensors.torch import save_file
 
-        with atomic_path(path) as temporary:
-            save_file(builder.tensors(), temporary, metadata=metadata(self.plan.identity))
-            sha256, num_bytes = sha256_file(temporary), temporary.stat().st_size
-        info = builder.info(name=path.name, sha256=sha256, num_bytes=num_bytes, plan_sha256=self._plan_sha256)
-        atomic_write_json(sidecar_path(path), info.to_sidecar())
+        try:
+            with atomic_path(path) as temporary:
+                save_file(builder.tensors(), temporary, metadata=metadata(self.plan.identity))
+                sha256, num_bytes = sha256_file(temporary), temporary.stat().st_size
+            info = builder.info(name=path.name, sha256=sha256, num_bytes=num_bytes, plan_sha256=self._plan_sha256)
+            atomic_write_json(sidecar_path(path), info.to_sidecar())
+        except FileNotFoundError:
+            if not self.path.is_dir():
+                raise
+            return None
+        return info
+
+    def _glance(self, index: int) -> ShardInfo | None:
+        """What a shard's sidecar says, where it is of this plan and the file has the size that it says."""
+        path = shard_path(self.path, shard_name(index))
+        sidecar = sidecar_path(path)
+        if not sidecar.exists() or not path.exists():
+            return None
+        try:
+            info = ShardInfo.from_sidecar(sidecar)
+            num_bytes = path.stat().st_size
+        except FileNotFoundError:  # deleted meanwhile
+            return None
+        except ValueError as error:
+            log(f"{sidecar.name} cannot be read and its shard is made anew: {error}")
+            return None
+        if info.plan_sha256 != self._plan_sha256 or info.name != path.name:
+            log(f"{path.name} is of another plan and is made anew")
+            return None
+        if num_bytes != info.num_bytes:
+            log(f"{path.name} does not hold what its sidecar says (size) and is made anew")
+            return None
+        self._glanced[index] = info
         return info
 
     def _is_done(self, index: int) -> bool:
         if index in self._done:
             return True
-        path = shard_path(self.path, shard_name(index))
-        sidecar = sidecar_path(path)
-        if not sidecar.exists() or not path.exists():
+        info = self._glance(index)
+        if info is None:
             return False
-        try:
-            info = ShardInfo.from_sidecar(sidecar)
-        except ValueError as error:
-            log(f"{sidecar.name} cannot be read and its shard is made anew: {error}")
-            return False
-        if info.plan_sha256 != self._plan_sha256 or info.name != path.name:
-            log(f"{path.name} is of another plan and is made anew")
-            return False
-        if path.stat().st_size != info.num_bytes or sha256_file(path) != info.sha256:
-            log(f"{path.name} does not hold what its sidecar says (size or sha256) and is made anew")
+        path = shard_path(self.path, info.name)
+        if sha256_file(path) != info.sha256:
+            log(f"{path.name} does not hold what its sidecar says (sha256) and is made anew")
+            self.forget(index)
+            sidecar_path(path).unlink(missing_ok=True)
             return False
         self._done[index] = info
         return True

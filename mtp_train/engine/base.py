@@ -174,14 +174,16 @@ class Engine(ABC):
     def prefill(self, responses: Iterable[Response], settings: PrefillSettings) -> Iterator[Sample]:
         """Run the target over whole responses and yield each one's hidden states (post-norm) and teacher, in order."""
 
-    def prefill_groups(self, groups: Iterable[Sequence[Response]], settings: PrefillSettings) -> Generator[Iterator[Sample]]:
-        """``prefill`` for group after group; each is to be read to its end before the next is asked for.
+    def prefill_groups(self, groups: Iterable[Sequence[Response] | None], settings: PrefillSettings) -> Generator[Iterator[Sample]]:
+        """``prefill`` for group after group; each is to be read to its end before the next is asked for. None among the groups: there
+        is none at the moment; it is asked again when a group before it has been read.
 
         What is computed for a group does not depend on the others, so that a run that ended between two and is continued
         gives the same. An engine that takes long to start starts once for all (vllm); close the generator to end it.
         """
         for group in groups:
-            yield self.prefill(group, settings)
+            if group is not None:
+                yield self.prefill(group, settings)
 
     @abstractmethod
     def speculate(self, requests: Sequence[SpeculateRequest], draft: Path | None, settings: SpeculateSettings) -> Acceptance:

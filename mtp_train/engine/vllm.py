@@ -159,7 +159,7 @@ class VllmEngine(Engine):
             for samples in groups:
                 yield from samples
 
-    def prefill_groups(self, groups: Iterable[Sequence[Response]], settings: PrefillSettings) -> Generator[Iterator[Sample]]:
+    def prefill_groups(self, groups: Iterable[Sequence[Response] | None], settings: PrefillSettings) -> Generator[Iterator[Sample]]:
         checked = self._checked(groups)
         first = next(checked, None)  # before anything is started
         if first is None:
@@ -167,10 +167,10 @@ class VllmEngine(Engine):
         with self.prefill_pool(settings) as pool:
             yield from prefill_groups(pool, chain([first], checked), settings, batch_tokens=self.batch_tokens)
 
-    def _checked(self, groups: Iterable[Sequence[Response]]) -> Iterator[Sequence[Response]]:
+    def _checked(self, groups: Iterable[Sequence[Response] | None]) -> Iterator[Sequence[Response] | None]:
         longest = self.settings.longest_tokens
         for group in groups:
-            for response in group:
+            for response in group or ():
                 if not 1 <= len(response.token_ids) <= longest:
                     raise ValueError(
                         f"response {response.prompt_id}: expected 1 to {longest} tokens (the longest that the target, or "

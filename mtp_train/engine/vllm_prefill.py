@@ -20,7 +20,7 @@ _MAX_BATCHES = 2
 
 
 def prefill_groups(
-    pool: VllmPool, groups: Iterable[Sequence[Response]], settings: PrefillSettings, *, batch_tokens: int
+    pool: VllmPool, groups: Iterable[Sequence[Response] | None], settings: PrefillSettings, *, batch_tokens: int
 ) -> Iterator[Iterator[Sample]]:
     """Yield each group's samples, in order; a group must be read to its end before the next is asked for.
 
@@ -38,7 +38,7 @@ def _is_sample(sample: Sample | None) -> bool:
 
 
 def _samples(
-    pool: VllmPool, groups: Iterable[Sequence[Response]], settings: PrefillSettings, *, batch_tokens: int
+    pool: VllmPool, groups: Iterable[Sequence[Response] | None], settings: PrefillSettings, *, batch_tokens: int
 ) -> Iterator[Sample | None]:
     """All samples in order, and None behind the last one of each group."""
     asked: deque[tuple[Response, torch.Tensor] | None] = deque()
@@ -46,6 +46,9 @@ def _samples(
     def batches() -> Iterator[list[dict[str, Any]]]:
         number = 0
         for group in groups:
+            if group is None:  # nothing at the moment
+                yield []
+                continue
             batch: list[dict[str, Any]] = []
             num_tokens = 0
             for response in group:

@@ -198,7 +198,8 @@ class VllmPool:
 
         Each batch is run by one process, which reads it whole before it begins and takes in nothing else until it is done:
         so its forwards, and the last bits of what they compute, depend on the batch alone. At most ``max_batches`` per
-        process are inside or have answers that were not read; batches are drawn from the iterable only as room comes.
+        process are inside or have answers that were not read; batches are drawn from the iterable only as room comes. An empty
+        batch says that there is none at the moment: the next is drawn when a batch has been read, or at once where none is inside.
         """
         source = iter(batches)
         following = next(source, None)
@@ -206,6 +207,11 @@ class VllmPool:
         found: dict[str, dict[str, Any]] = {}
         while following is not None or held:
             while following is not None:
+                if not following:
+                    if held:
+                        break
+                    following = next(source, None)
+                    continue
                 loads = [sum(batch.worker is worker for batch in held) for worker in self._workers]
                 if min(loads) >= max_batches:
                     break
@@ -213,6 +219,8 @@ class VllmPool:
                 held.append(_Batch(worker, deque(request["request_id"] for request in following)))
                 self._enter(worker, following, apart=True)
                 following = next(source, None)
+            if not held:
+                continue
             unread = held[0].unread
             while unread:
                 while unread[0] not in found:
@@ -220,3 +228,5 @@ class VllmPool:
                     found[answer["request_id"]] = answer
                 yield found.pop(unread.popleft())
             held.popleft()
+            if following is not None and not following:
+                following = next(source, None)

@@ -65,5 +65,7 @@ def test_what_is_written_already_is_not_asked_for_twice(tmp_path: Path, identity
     whole = check_fits(tmp_path / "cache", responses, size_of(identity))
     source = make_source(identity, (30, 60, 90))
     source.write(tmp_path / "cache")
-    (tmp_path / "cache" / ".shard-00000.safetensors.1.tmp").write_bytes(b"x" * 10**6)  # what a killed writer leaves counts for nothing
+    (tmp_path / "cache" / ".shard-00000.safetensors.1-0a1b2c3d.tmp").write_bytes(
+        b"x" * 10**6
+    )  # what a killed writer leaves counts for nothing
     assert 0 <= check_fits(tmp_path / "cache", responses, size_of(identity)) < 0.2 * whole

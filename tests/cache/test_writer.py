@@ -116,7 +116,7 @@ def test_two_writers_share_the_shards_of_one_cache(tmp_path, source, contents):
     source.write(tmp_path / "alone")
     by_id = {sample.sample_id: sample for sample in source.samples}
     writers = [source.writer(tmp_path / "shared") for _ in range(2)]
-    busy = tmp_path / "shared" / ".shard-00003.safetensors.123.tmp"
+    busy = tmp_path / "shared" / ".shard-00003.safetensors.123-0a1b2c3d.tmp"
     busy.write_bytes(b"another process is writing this")
     missing = [list(writer.missing_shards()) for writer in writers]
     for rank in (1, 0):
