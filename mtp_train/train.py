@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtp_train.quantity import show_bytes
 from mtp_train.runtime import barrier, is_main, log
 from mtp_train.stage import OpenTarget, Run, build, call, head_loader, load_word, open_target, plain, record, stage, start
 from mtp_train.typed import fit
@@ -18,40 +19,73 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from mtp_train.batch.plan import DataPlan
-    from mtp_train.cache.reader import CacheReader
     from mtp_train.head.base import Head
-    from mtp_train.trainer.data import Subset
+    from mtp_train.trainer.data import Cache, Subset
     from mtp_train.trainer.measured import MeasuredAcceptance
     from mtp_train.trainer.objective import Objective
     from mtp_train.trainer.settings import LoopSettings
-
-
-def _open_cache(path: str, target: OpenTarget) -> CacheReader:
-    """A cache of this very target, or ValueError with both values."""
-    from mtp_train.cache.format import check_fields
-    from mtp_train.cache.reader import CacheReader
-
-    reader = CacheReader(Path(path), verify="first_read")
-    expected = {key: value for key, value in target.identity().items() if key != "target_name"}
-    check_fields(
-        expected | {"hidden_size": target.spec.hidden_size, "vocab_size": target.spec.vocab_size}, reader.identity, where=reader.path
-    )
-    return reader
+    from mtp_train.trainer.supply import Supply
 
 
 def _data(cfg: DictConfig, target: OpenTarget) -> tuple[Subset, Subset | None]:
     """The samples to train on, and those to validate on."""
+    from mtp_train.cache.wanted import Mode
     from mtp_train.trainer.data import split
+    from mtp_train.trainer.mixture import MixedCache, MixturePart
+    from mtp_train.trainer.opening import Fetch, open_cache
 
-    reader = _open_cache(cfg.cache, target)
+    mode: Mode = fit(Mode, cfg.mode, "mode")
+    expected = {key: value for key, value in target.identity().items() if key != "target_name"}
+    expected |= {"hidden_size": target.spec.hidden_size, "vocab_size": target.spec.vocab_size}
+    settings = {"fetch": fit(Fetch, plain(cfg.fetch), "fetch"), "expected": expected}
+    cache: Cache
+    if cfg.mixture is None:
+        cache = open_cache(cfg.cache, mode=mode, **settings)
+    elif mode != "offline":
+        raise ValueError(f"mode: expected offline with a mixture, found {mode}; precompute the caches first")
+    else:
+        parts = fit(dict[str, MixturePart], plain(cfg.mixture), "mixture")
+        cache = MixedCache({name: open_cache(part.cache, mode=mode, **settings) for name, part in parts.items()})
     if cfg.validation.cache is not None:
         if cfg.validation.fraction:
             raise ValueError(f"validation: expected fraction=0 beside a cache of its own, found {cfg.validation.fraction}; set one of them")
-        return split(reader, fraction=0.0, seed=cfg.seed)[0], split(_open_cache(cfg.validation.cache, target), fraction=0.0, seed=cfg.seed)[
-            0
-        ]
-    train, held_out = split(reader, fraction=cfg.validation.fraction, seed=cfg.seed)
-    return train, held_out if len(held_out) else None
+        held_out = open_cache(cfg.validation.cache, mode="offline", **settings)
+        return split(cache, fraction=0.0, seed=cfg.seed)[0], split(held_out, fraction=0.0, seed=cfg.seed)[0]
+    if mode != "offline" and cfg.validation.decode.every is not None:
+        raise ValueError(
+            f"validation.decode.every: expected validation.cache beside it with mode={mode}, found null; name a small cache there"
+        )
+    train, rest = split(cache, fraction=cfg.validation.fraction, seed=cfg.seed)
+    return train, rest if len(rest) else None
+
+
+def _plan(cfg: DictConfig, train: Subset) -> DataPlan:
+    from mtp_train.batch.plan import DataPlan
+    from mtp_train.trainer.supply import make_order
+
+    shares = None if cfg.mixture is None else [float(part.share) for part in cfg.mixture.values()]
+    order = make_order(train, window=cfg.shuffle_shards, shares=shares, seed=cfg.seed)
+    return DataPlan(
+        lengths=train.lengths,
+        sample_ids=train.sample_ids,
+        seed=cfg.seed,
+        tokens_per_pack=cfg.tokens_per_pack,
+        packs_per_step=cfg.packs_per_step,
+        order=order,
+    )
+
+
+def _supply(cfg: DictConfig, train: Subset, plan: DataPlan, *, num_steps: int) -> Supply | None:
+    """What tells a cache that is not local what is read next; None where nobody need know."""
+    from mtp_train.trainer.state import complete_steps
+    from mtp_train.trainer.supply import Supply
+
+    if train.cache.is_local:
+        return None
+    first_step = min(num_steps, max(complete_steps(Path(cfg.out)), default=0))
+    supply = Supply(train=train, plan=plan, first_step=first_step, num_steps=num_steps, max_prefetch=cfg.max_prefetch)
+    log(f"shards of up to {show_bytes(supply.most_bytes)} are in use at once, of {show_bytes(sum(train.cache.shard_bytes()))} in all")
+    return supply
 
 
 def _objective(cfg: DictConfig) -> Objective:
@@ -93,6 +127,11 @@ def _head(
         raise ValueError(f"noise_scale: expected 0 for a head that reads {instead}, found {cfg.noise_scale}; set noise_scale=0")
     train = train.with_taps(head.target_layer_ids)
     held_out = None if held_out is None else held_out.with_taps(head.target_layer_ids)
+    if head.draft_vocab_size is not None and cfg.mode != "offline":
+        raise ValueError(
+            f"head.draft_vocab_size: expected null with mode={cfg.mode}, found {head.draft_vocab_size}: it is counted over all answers "
+            "before training begins; precompute first, and train with mode=offline"
+        )
     if head.draft_vocab_size is not None:
         rank, world = accelerator.process_index, accelerator.num_processes
         own = range(len(train) * rank // world, len(train) * (rank + 1) // world)  # consecutive: each reads its own shards
@@ -142,6 +181,7 @@ def _identity(cfg: DictConfig, head: Head, train: Subset, *, num_steps: int) -> 
         settings["num_steps"] = num_steps
     if cfg.depth_weights is not None:
         settings["depth_weights"] = plain(cfg.depth_weights)
+    settings |= {name: plain(cfg[name]) for name in ("shuffle_shards", "mixture") if cfg[name] is not None}
     return {**settings, "head": head.draft_config(), "data": train.fingerprint()}
 
 
@@ -169,6 +209,9 @@ _KINDS = {
     "losses": dict[str, float | dict[str, Any]],
     "depth_weights": list[float] | None,
     "num_steps": int | None,
+    "mixture": dict[str, Any] | None,
+    "shuffle_shards": int | None,
+    "fetch.max_bytes": str | int,
     "validation.cache": str | None,
     "validation.every": int | None,
     "validation.decode.every": int | None,
@@ -181,23 +224,17 @@ _KINDS = {
 def main(cfg: DictConfig) -> None:
     target = open_target(cfg.target)
 
-    from mtp_train.batch.plan import DataPlan
     from mtp_train.target.weights import read_shared
     from mtp_train.trainer.loop import Trainer
     from mtp_train.trainer.module import make_accelerator
     from mtp_train.trainer.probe import PROBE, write_probe
     from mtp_train.trainer.start import start_from_data
     from mtp_train.trainer.state import HeadFile, check_continues, complete_steps
+    from mtp_train.trainer.supply import leading_shards
 
     optimizer, schedule, wandb, parallel = (build(cfg[key], where=key) for key in ("optimizer", "schedule", "wandb", "parallel"))
     train, held_out = _data(cfg, target)
-    plan = DataPlan(
-        lengths=train.lengths,
-        sample_ids=train.sample_ids,
-        seed=cfg.seed,
-        tokens_per_pack=cfg.tokens_per_pack,
-        packs_per_step=cfg.packs_per_step,
-    )
+    plan = _plan(cfg, train)
     num_steps = _num_steps(cfg, plan)
     settings = _loop_settings(cfg, num_steps=num_steps)
     objective = _objective(cfg)
@@ -208,12 +245,18 @@ def main(cfg: DictConfig) -> None:
     identity = _identity(cfg, head, train, num_steps=num_steps)
     check_continues(Path(cfg.out), identity)  # before anything there is overwritten
     run: Run = start(cfg, stage_name="train", record_now=False)
+    supply = _supply(cfg, train, plan, num_steps=num_steps)
+    counts = "" if train.num_loss_tokens is None else f" ({sum(train.num_loss_tokens)} count)"
     log(
-        f"{len(train)} samples of {sum(train.lengths)} tokens ({sum(train.num_loss_tokens)} count), {len(held_out or ())} held out; "
+        f"{len(train)} samples of {sum(train.lengths)} tokens{counts}, {len(held_out or ())} held out; "
         f"{num_steps} steps of {cfg.packs_per_step} x {cfg.tokens_per_pack} tokens, {plan.fill():.0%} full"
     )
     if not complete_steps(run.out):
-        start_from_data(head, train, device=accelerator.device)
+        first = range(len(train))
+        if cfg.shuffle_shards is not None:  # the others may not be there yet
+            leading = set(leading_shards(train, plan, num_steps=num_steps))
+            first = [number for number in first if train.shards[number] in leading]
+        start_from_data(head, train, first, device=accelerator.device)
     trainer = Trainer(
         accelerator=accelerator,
         head=head,
@@ -234,14 +277,17 @@ def main(cfg: DictConfig) -> None:
         identity=identity,
         wandb=wandb,
         on_validate=_on_validate(cfg, target, held_out or train),
+        before_read=None if supply is None else supply.before_read,
     )
     record(run, stage_name="train")  # only now: settings that do not go together have been refused
     trained = trainer.run()
     if is_main() and (trained or not (run.out / PROBE).is_file()):
-        samples = held_out or train
-        written = head_loader(target)(run.out, read_shared(target.path))
-        write_probe(run.out, written, [samples[number] for number in range(min(len(samples), 8))])
+        samples, numbers = held_out or train, range(min(len(held_out or train), 8))
+        if held_out is None and cfg.mode != "offline":
+            numbers = plan.packs(num_steps - 1)[0][:8]  # those read last are still there
+        write_probe(run.out, head_loader(target)(run.out, read_shared(target.path)), [samples[number] for number in numbers])
     barrier()
+    train.cache.done()
 
 
 if __name__ == "__main__":

@@ -368,6 +368,45 @@ def test_two_calls_of_precompute_share_one_cache_and_another_is_refused(finished
     assert not list((run.folder / "cache").glob(".*"))
 
 
+def test_training_beside_precompute_or_from_a_url_gives_the_same_head(finished: Run, tmp_path: Path, shell: Shell) -> None:
+    """Offline, streamed, hybrid, fetched: the same batches, and so the same bits."""
+    words = ["validation.fraction=0", "shuffle_shards=2", "max_prefetch=1", "tokens_per_pack=128", "checkpoint.every=4"]
+    finished.ok("train", *words, "name=offline")
+    said = finished.ok("train", *words, "name=url", f"cache=local://{finished.folder}/cache", "fetch.max_bytes=1MB")
+    assert "are in use at once, of" in said and finished.weights("url") == finished.weights("offline")
+    for mode, room in (("stream", ["max_bytes=2MB"]), ("hybrid", [])):
+        run = Run(tmp_path / mode / "run", finished.target, shell)
+        shutil.copytree(finished.folder / "responses", run.folder / "responses")
+        assert "set it to 0" in run.refused("train", f"mode={mode}", f"cache={finished.folder}/cache")
+        training = shell.start("mtp_train.train", run.words("train", *words, f"mode={mode}"))
+        making = shell.start("mtp_train.precompute", run.words("precompute", f"mode={mode}", *room))
+        for job in (training, making):
+            done = shell.wait(job)
+            assert done.code == 0, done.stderr[-3000:]
+        assert run.weights() == finished.weights("offline")
+        assert (run.folder / "cache" / "manifest.json").exists() == (mode == "hybrid")
+    assert run.cache_bytes() == finished.cache_bytes()
+    assert "expected no finished cache" in run.refused("precompute", "mode=stream", "max_bytes=2MB")
+    refused = finished.refused("train", "cache=s3://bucket/cache", "mode=hybrid", "name=none")
+    assert "expected offline with a cache behind a URL" in refused
+    assert "shuffle_shards" in finished.refused("train", f"cache=local://{finished.folder}/cache", "fetch.max_bytes=60kB", "name=none")
+
+
+def test_a_mixture_of_two_caches_trains(finished: Run, tmp_path: Path) -> None:
+    lengths = sorted(len(ids) for ids, _ in finished.responses().values())
+    finished.ok("precompute", f"max_length_tokens={lengths[10]}", f"out={tmp_path}/short")
+    mixture = f"mixture={{all: {{cache: '{finished.folder}/cache', share: 1}}, short: {{cache: '{tmp_path}/short', share: 3.0}}}}"
+    said = finished.ok("train", mixture, "validation.fraction=0", "name=mixed")
+    assert "samples of" in said and finished.weights("mixed") != finished.weights("mtp")
+    head = json.loads((finished.folder / "checkpoint" / "mixed" / "head.json").read_text(encoding="utf-8"))
+    assert head["made_by"]["settings"]["mixture"]["short"]["share"] == 3.0
+    assert "mixture: begun with" in finished.refused("train", mixture.replace("3.0", "2.0"), "validation.fraction=0", "name=mixed")
+    finished.ok("precompute", "top_k=4", f"out={tmp_path}/other")
+    message = finished.refused("train", mixture.replace("/short", "/other"), "name=none")
+    assert "mixture.short: expected a cache like that of mixture.all" in message and "top_k: expected 8, found 4" in message
+    assert "share" in finished.refused("train", mixture.replace(", share: 3.0", ""), "name=none")
+
+
 @pytest.mark.slow
 def test_torchrun_starts_a_stage(finished: Run, tmp_path: Path, shell: Shell) -> None:
     """The launcher itself, with Pythons of its own; the forked pair of the next test says the same of both stages."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -16,12 +17,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mtp_train import precompute
-from mtp_train.cache import claim
+from mtp_train.batch.loader import StepLoader
+from mtp_train.batch.packing import pack
+from mtp_train.batch.plan import DataPlan
+from mtp_train.cache import claim, growing
 from mtp_train.cache.claim import Claims
+from mtp_train.cache.reader import CacheReader
 from mtp_train.cache.sharing import Work
-from mtp_train.cache.wanted import Production
+from mtp_train.cache.wanted import WANTED, Mode, Production, Wanted
+from mtp_train.trainer.data import Cache, split
+from mtp_train.trainer.supply import Supply, make_order
 
 _SPEC = importlib.util.spec_from_file_location("conftest_of_cache", Path(__file__).parent / "cache" / "conftest.py")
 assert _SPEC is not None and _SPEC.loader is not None
@@ -59,7 +67,15 @@ class Workers:
         self.read = path.with_name(path.name + ".read")
         self.read.touch()
 
-    def start(self, *, silence_s: float = 60.0, before: Callable[[str], None] = lambda sample_id: None, elsewhere: bool = False) -> int:
+    def start(
+        self,
+        *,
+        silence_s: float = 60.0,
+        before: Callable[[str], None] = lambda sample_id: None,
+        elsewhere: bool = False,
+        mode: Mode = "offline",
+        max_bytes: int | None = None,
+    ) -> int:
         """``elsewhere``: no worker can see whether another's process lives, as if each had a machine of its own."""
         self.number += 1
         number = self.number
@@ -78,22 +94,23 @@ class Workers:
                     file.write(f"{number} {sample_id}\n")
                 before(sample_id)
 
-            self.work(Engine(self.source, noted), silence_s=silence_s)
+            self.work(Engine(self.source, noted), silence_s=silence_s, mode=mode, max_bytes=max_bytes)
             code = 0
         except BaseException:
             traceback.print_exc()
+            raise
         finally:
             os._exit(code)
 
-    def work(self, engine: Engine, *, silence_s: float) -> None:
+    def work(self, engine: Engine, *, silence_s: float, mode: Mode, max_bytes: int | None) -> None:
         writer = self.source.writer(self.path)
         responses = {s.sample_id: SimpleNamespace(prompt_id=s.sample_id, token_ids=s.token_ids_T.tolist()) for s in self.source.samples}
         with Claims(self.path, silence_s=silence_s) as claims:
             work = Work(writer=writer, claims=claims)
-            production = Production(writer=writer, mode="offline", max_bytes=None)
+            production = Production(writer=writer, mode=mode, max_bytes=max_bytes)
             while True:
                 precompute._write_shards(engine, None, writer=writer, work=work, production=production, responses=responses)
-                if work.finish(look_s=0.02) is not None:
+                if production.is_over or work.finish(look_s=0.02) is not None:
                     return
 
     def end(self, number: int) -> int:
@@ -237,3 +254,170 @@ def test_two_different_caches_begun_at_once_in_one_folder_leave_one(source: Any,
             children.append(pid)
         (path / "go").touch()
         assert sorted(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children) == [0, 3]
+
+
+# What follows trains, as far as data goes: 200 samples in 88 shards, eight of which are shuffled over at a time.
+STREAMED = tuple(3 + (7 * number) % 10 for number in range(200))
+NUM_STEPS, MAX_PREFETCH = 120, 2
+
+
+class Training:
+    """A training's view of a cache: its batches, step by step."""
+
+    def __init__(self, cache: Cache, *, first_step: int = 0) -> None:
+        self.cache, self.first_step = cache, first_step
+        self.train, _ = split(cache, fraction=0.0, seed=0)
+        self.plan = DataPlan(
+            lengths=self.train.lengths,
+            sample_ids=self.train.sample_ids,
+            seed=0,
+            tokens_per_pack=14,
+            packs_per_step=2,
+            order=make_order(self.train, window=8, shares=None, seed=0),
+        )
+        self.supply = None
+        if not cache.is_local:
+            self.supply = Supply(train=self.train, plan=self.plan, first_step=first_step, num_steps=NUM_STEPS, max_prefetch=MAX_PREFETCH)
+
+    def batches(self, *, stop_step: int = NUM_STEPS, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
+        loader = StepLoader(
+            reader=self.train,
+            plan=self.plan,
+            rank=rank,
+            world_size=world_size,
+            start_step=self.first_step,
+            stop_step=stop_step,
+            max_prefetch=MAX_PREFETCH,
+            before_read=None if self.supply is None else self.supply.before_read,
+        )
+        with loader:
+            yield from loader
+
+
+def equal(mine: Any, theirs: Any) -> bool:
+    return mine.step == theirs.step and all(
+        a.sample_ids == b.sample_ids
+        and torch.equal(a.token_ids_T, b.token_ids_T)
+        and torch.equal(a.loss_mask_T, b.loss_mask_T)
+        and torch.equal(a.hidden_TD, b.hidden_TD)
+        and torch.equal(a.teacher.log_probs_MC, b.teacher.log_probs_MC)
+        for a, b in zip(mine.batches, theirs.batches, strict=True)
+    )
+
+
+@pytest.fixture
+def streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Workers, list[Any], dict[str, bytes]]]:
+    """Workers of a cache that is to be trained on while it is made; the steps of an offline training; the complete cache."""
+    monkeypatch.setattr(growing, "_LOOK_S", 0.01)
+    source = CACHE.Source(CACHE._identity(), STREAMED)
+    source.write(tmp_path / "alone")
+    offline = Training(CacheReader(tmp_path / "alone", verify="first_read"))
+    steps = list(offline.batches())
+    assert offline.plan.epoch(NUM_STEPS - 1) == 1, "an epoch is begun anew"
+    workers = Workers(source, tmp_path / "cache")
+    source.writer(workers.path)  # the plan
+    yield workers, steps, CACHE._contents(tmp_path / "alone")
+    for pid in workers.pids.values():  # of a test that failed
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize(("mode", "num_workers"), [("stream", 1), ("stream", 2), ("hybrid", 2)])
+def test_training_sees_the_same_batches_in_the_same_order_in_every_mode(streamed: Any, mode: Mode, num_workers: int) -> None:
+    workers, steps, alone = streamed
+    training = Training(growing.GrowingCache(workers.path))
+    max_bytes = training.supply.most_bytes if mode == "stream" else None
+    for _ in range(num_workers):
+        workers.start(mode=mode, max_bytes=max_bytes)
+    held = []
+    for mine, theirs in zip(training.batches(), steps, strict=True):
+        assert equal(mine, theirs)
+        held.append(sum(path.stat().st_size for path in workers.path.glob("shard-*.safetensors")))
+    training.cache.done()
+    assert [workers.end(number) for number in range(num_workers)] == [0] * num_workers
+    found = CACHE._contents(workers.path)
+    del found[WANTED]
+    if mode == "hybrid":
+        assert found == alone and len(workers.reads()) == num_shards(alone)
+    else:
+        assert max(held) <= max_bytes and "manifest.json" not in found
+        assert all(found[name] == alone[name] for name in found)
+        most = max_bytes // ((1 << 16) + 1)  # shards that fit
+        assert num_shards(found) <= most < 0.6 * num_shards(alone) < num_shards(alone) < len(workers.reads())
+
+
+def test_both_sides_are_killed_and_go_on(streamed: Any) -> None:
+    """The maker in the middle of a shard; the training ten steps after its last state, which shards that were dropped belong to."""
+    workers, steps, _ = streamed
+
+    def die_late(sample_id: str) -> None:
+        if len(workers.reads()) == 60:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    first = Training(growing.GrowingCache(workers.path))
+    max_bytes = first.supply.most_bytes
+    one = workers.start(mode="stream", max_bytes=max_bytes, before=die_late)
+    for mine, theirs in zip(first.batches(stop_step=60), steps, strict=False):
+        if mine.step == 20:
+            begun = threading.Thread(target=lambda: (workers.end(one), workers.start(mode="stream", max_bytes=max_bytes)))
+            begun.start()
+        assert equal(mine, theirs)
+    begun.join()
+    second = Training(growing.GrowingCache(workers.path), first_step=50)
+    assert all(equal(mine, theirs) for mine, theirs in zip(second.batches(), steps[50:], strict=True))
+    second.cache.done()
+    assert workers.end(1) == 0
+
+
+def test_too_little_room_is_said_with_both_figures(streamed: Any) -> None:
+    workers, _, _ = streamed
+    training = Training(growing.GrowingCache(workers.path))
+    writer = workers.source.writer(workers.path)
+    production = Production(writer=writer, mode="stream", max_bytes=training.supply.most_bytes - 1)
+    with pytest.raises(ValueError, match=rf"\({training.supply.most_bytes} bytes\), what the training needs at once, found"):
+        production.order()
+
+
+def test_modes_and_files_that_do_not_go_together_are_refused(streamed: Any, tmp_path: Path) -> None:
+    workers, _, alone = streamed
+    writer = workers.source.writer(workers.path)
+    for mode, max_bytes in (("offline", 10), ("hybrid", 10), ("stream", None)):
+        with pytest.raises(ValueError, match="max_bytes: expected a size with mode=stream and null with any other"):
+            Production(writer=writer, mode=mode, max_bytes=max_bytes)
+    with pytest.raises(ValueError, match="expected no finished cache, which mode=stream would drop"):
+        Production(writer=workers.source.writer(tmp_path / "alone"), mode="stream", max_bytes=10**9)
+    assert CACHE._contents(tmp_path / "alone") == alone
+    production = Production(writer=writer, mode="stream", max_bytes=10**9)
+    assert production.order() == () and "a training with mode=stream" in str(production.waits_for())
+    Wanted(plan_sha256="another cache", shards=(1,), most_bytes=0, done=True).write(workers.path)
+    assert production.order() == () and not production.is_over
+    Wanted(plan_sha256=writer.plan.sha256(), shards=(10**6,), most_bytes=0, done=False).write(workers.path)
+    with pytest.raises(ValueError, match=r"wanted\.json: expected shards below \d+, found 1000000"):
+        production.order()
+    (workers.path / WANTED).write_text("{")
+    with pytest.raises(ValueError, match=r"wanted\.json: .*the training writes it anew"):
+        production.order()
+
+
+def test_a_sample_that_was_left_out_takes_its_place_and_counts_nothing(tmp_path: Path) -> None:
+    source = CACHE.Source(CACHE._identity(), LENGTHS)
+    source.poison(3, hidden_TD=source.samples[3].hidden_TD * float("nan"))
+    source.write(tmp_path / "cache")
+    cache = growing.GrowingCache(tmp_path / "cache")
+    assert len(cache) == len(LENGTHS) and cache.sample_ids[3] == "sample-3"
+    sample = cache[3]
+    assert sample.num_tokens == LENGTHS[3] and not sample.loss_mask_T.any() and not sample.hidden_TD.any()
+    assert sample.taps_TLD.shape == source.samples[3].taps_TLD.shape and sample.hidden_TD.dtype == cache[4].hidden_TD.dtype
+    pack([cache[2], sample, cache[4]])
+    assert torch.equal(cache[4].hidden_TD, source.samples[4].hidden_TD)
+
+
+def test_a_damaged_shard_is_named_while_the_cache_grows(tmp_path: Path) -> None:
+    source = CACHE.Source(CACHE._identity(), LENGTHS)
+    source.write(tmp_path / "cache")
+    shard = tmp_path / "cache" / "shard-00000.safetensors"
+    broken = bytearray(shard.read_bytes())
+    broken[-1] ^= 1
+    shard.write_bytes(broken)
+    with pytest.raises(ValueError, match=r"shard-00000.*rerun precompute"):
+        growing.GrowingCache(tmp_path / "cache")[0]

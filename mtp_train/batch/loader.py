@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -33,12 +33,21 @@ class StepLoader:
     """Iterates the steps from ``start_step`` up to ``stop_step`` (not included) for one rank.
 
     At most ``max_prefetch`` steps are read ahead, one after the other, in one thread, beginning at once. Use it as a context
-    manager, or call ``close``, which stops the thread. An error in the thread (a damaged shard) is raised where the step
-    would have come.
+    manager, or call ``close``, which stops the thread. ``before_read`` is called there with each step that is about to be read.
+    An error in the thread (a damaged shard) is raised where the step would have come.
     """
 
     def __init__(
-        self, *, reader: Samples, plan: DataPlan, rank: int, world_size: int, start_step: int, stop_step: int, max_prefetch: int
+        self,
+        *,
+        reader: Samples,
+        plan: DataPlan,
+        rank: int,
+        world_size: int,
+        start_step: int,
+        stop_step: int,
+        max_prefetch: int,
+        before_read: Callable[[int], None] | None = None,
     ) -> None:
         if max_prefetch < 1:
             raise ValueError(f"max_prefetch: expected at least 1 step, found {max_prefetch}")
@@ -49,6 +58,7 @@ class StepLoader:
         self._plan = plan
         self._rank = rank
         self._world_size = world_size
+        self._before_read = before_read
         self._steps = iter(range(start_step, stop_step))
         self._ahead: deque[Future[StepBatches]] = deque()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step-loader")
@@ -78,6 +88,8 @@ class StepLoader:
             self._ahead.append(self._thread.submit(self._read, step))
 
     def _read(self, step: int) -> StepBatches:
+        if self._before_read is not None:
+            self._before_read(step)
         packs = self._plan.rank_packs(step, rank=self._rank, world_size=self._world_size)
         batches = [pack([self._reader[number] for number in numbers]) for numbers in packs]
         return StepBatches(step=step, epoch=self._plan.epoch(step), batches=batches)

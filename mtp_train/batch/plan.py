@@ -1,4 +1,4 @@
-"""Decides, from the lengths and a seed alone, which samples are trained on together at every step.
+"""Decides, from the lengths and the order of the samples alone, which samples are trained on together at every step.
 
 All epochs form one endless row of packs: epoch 0's, then epoch 1's, and so on. Step s trains on packs
 ``s * packs_per_step`` to ``(s + 1) * packs_per_step`` of that row, over all ranks and accumulation. So no sample is lost
@@ -12,7 +12,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Sequence
 
-import numpy as np
+from mtp_train.batch.order import Order, Shuffle
 
 # Packs that are open at a time: a sample goes to the first with room. More fill better, and mix lengths less evenly in time.
 _OPEN_PACKS = 16
@@ -24,11 +24,20 @@ class DataPlan:
     """The packs of every step: lists of sample numbers, at random access.
 
     ``lengths`` and ``sample_ids`` describe the samples (``CacheReader`` has both); a pack holds at most
-    ``tokens_per_pack`` tokens; ``packs_per_step`` counts all ranks and accumulation. Errors: ValueError for a sample
-    longer than a pack, which it names.
+    ``tokens_per_pack`` tokens; ``packs_per_step`` counts all ranks and accumulation. ``order`` None shuffles all samples anew each
+    epoch. Errors: ValueError for a sample longer than a pack, which it names.
     """
 
-    def __init__(self, *, lengths: Sequence[int], sample_ids: Sequence[str], seed: int, tokens_per_pack: int, packs_per_step: int) -> None:
+    def __init__(
+        self,
+        *,
+        lengths: Sequence[int],
+        sample_ids: Sequence[str],
+        seed: int,
+        tokens_per_pack: int,
+        packs_per_step: int,
+        order: Order | None = None,
+    ) -> None:
         if not lengths:
             raise ValueError("data: expected at least one sample, found none")
         if packs_per_step < 1 or seed < 0:
@@ -44,22 +53,17 @@ class DataPlan:
         self.packs_per_step = packs_per_step
         self.tokens_per_pack = tokens_per_pack
         self._lengths = tuple(lengths)
-        self._seed = seed
+        self._order = order or Shuffle(shards=[0] * len(lengths), window=None, seed=seed)
         self._first_pack = [0]  # number of the first pack of each epoch that was looked at, and of the one after
         self._epochs: dict[int, list[list[int]]] = {}
         self._lock = threading.RLock()  # the loader's thread and the training loop both ask
 
     def order(self, epoch: int) -> list[int]:
-        """The epoch's permutation of the samples.
-
-        Ranks of raw PCG64 output, which numpy keeps the same across versions (it does not promise that for shuffles).
-        """
-        raw = np.random.PCG64(np.random.SeedSequence([self._seed, epoch])).random_raw(len(self._lengths))
-        order: list[int] = np.argsort(raw, kind="stable").tolist()
-        return order
+        """The samples of an epoch, in order."""
+        return self._order.epoch(epoch)
 
     def epoch_packs(self, epoch: int) -> list[list[int]]:
-        """All packs of one epoch, in order: every sample once."""
+        """All packs of one epoch, in order."""
         with self._lock:
             if epoch not in self._epochs:
                 while len(self._epochs) >= _KEPT_EPOCHS:
@@ -103,14 +107,20 @@ class DataPlan:
         return -(-self.packs_per_step // world_size)
 
     def steps_of(self, epochs: int) -> int:
-        """Steps until every sample was trained on ``epochs`` times; the last step may reach into the epoch after."""
+        """Steps of so many epochs; the last one may reach into the epoch after."""
         assert epochs >= 0, epochs
         self._look_at(epochs)
         return -(-self._first_pack[epochs] // self.packs_per_step)
 
     def fill(self, epoch: int = 0) -> float:
         """Share of the packs' room that tokens take, over one epoch."""
-        return sum(self._lengths) / (len(self.epoch_packs(epoch)) * self.tokens_per_pack)
+        packs = self.epoch_packs(epoch)
+        return sum(self._lengths[number] for numbers in packs for number in numbers) / (len(packs) * self.tokens_per_pack)
+
+    def first_pack(self, epoch: int) -> int:
+        """The number of an epoch's first pack in the endless row of packs."""
+        self._look_at(epoch)
+        return self._first_pack[epoch]
 
     def _look_at(self, epoch: int) -> None:
         """Know where ``epoch`` begins, which takes the number of packs of all before it."""

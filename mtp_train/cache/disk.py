@@ -47,7 +47,8 @@ class CacheSize:
 def check_fits(path: Path, responses: Sequence[Response], size: CacheSize, *, max_bytes: int | None = None) -> int:
     """Refuse to begin, or to continue, a cache in ``path`` that its disk cannot hold. Returns the bytes still to be written.
 
-    What finished files lie in ``path`` counts as written; ``max_bytes``: of a longer cache only so much lies there at a time. Errors: ValueError with the bytes needed, those free, and the remedies.
+    What finished files lie in ``path`` counts as written; ``max_bytes``: of a longer cache only so much lies there at a time.
+    Errors: ValueError with the bytes needed, those free, and the remedies.
     """
     expected = size.of(responses) if max_bytes is None else min(max_bytes, size.of(responses))
     found = [file for file in path.iterdir() if file.suffix in (".safetensors", ".json") and file.name[0] != "."] if path.is_dir() else []

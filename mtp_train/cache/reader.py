@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -44,7 +45,8 @@ class CacheReader:
     """The samples of a cache by number: ``reader[i]``. Safe to use from several threads.
 
     ``verify``: ``first_read`` hashes each shard before its first sample is used; ``none`` trusts the disk. The lists
-    hold one entry per sample and come from the manifest, so that nothing is opened for them. ``hidden_TD`` of a sample
+    hold one entry per sample (``shards``: the shard that it lies in) and come from the manifest, so that nothing is opened for
+    them. ``hidden_TD`` of a sample
     is a view of the mapped file in the codec's dtype: private to this process, never written back.
     """
 
@@ -63,6 +65,7 @@ class CacheReader:
         self.lengths: list[int] = [entry for shard in shards for entry in shard.lengths]
         self.num_loss_tokens: list[int] = [entry for shard in shards for entry in shard.num_loss_tokens]
         self.num_teacher_rows: list[int] = [entry for shard in shards for entry in shard.num_teacher_rows]
+        self.shards: list[int] = [index for index, shard in enumerate(shards) for _ in shard.sample_ids]
         self._first = [0]  # number of the first sample of each shard
         for shard in shards:
             self._first.append(self._first[-1] + len(shard.sample_ids))
@@ -72,6 +75,33 @@ class CacheReader:
     @property
     def identity(self) -> CacheIdentity:
         return self.manifest.identity
+
+    def checksums(self) -> list[str]:
+        """What tells this cache's content from another's."""
+        return [shard.sha256 for shard in self.manifest.shards]
+
+    def shard_bytes(self) -> list[int]:
+        """The size of each shard."""
+        return [shard.num_bytes for shard in self.manifest.shards]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nobody has to be told what is read next."""
+        return True
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all shards can lie on the disk at once."""
+        return True
+
+    def prepare(self, most_bytes: int) -> None:
+        """Training reads shards of up to so many bytes at once: no matter here."""
+
+    def expect(self, shards: Sequence[int]) -> None:
+        """Training reads these shards next: all of them are here."""
+
+    def done(self) -> None:
+        """Nothing more is read."""
 
     def __len__(self) -> int:
         return len(self.sample_ids)

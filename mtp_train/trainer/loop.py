@@ -48,7 +48,8 @@ class Trainer:
 
     ``validation`` None validates nothing. ``on_validate(step, folder)`` is called on the main process every
     ``measure_every`` steps, and after the last one, with a folder that holds the head of that step; the figures that it
-    returns are logged as split ``decoding``. ``identity`` are the settings that a continuation must share.
+    returns are logged as split ``decoding``. ``identity`` are the settings that a continuation must share. ``before_read`` is
+    called, in the loader's thread, with each step whose samples are about to be read.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Trainer:
         identity: Mapping[str, Any],
         wandb: WandbSettings,
         on_validate: OnValidate | None,
+        before_read: Callable[[int], None] | None = None,
     ) -> None:
         measured = settings.best_by == MEASURED
         if measured and on_validate is None:
@@ -80,7 +82,7 @@ class Trainer:
         self._accelerator, self._head, self._objective = accelerator, head, objective
         self._train, self._plan, self._settings = train, plan, settings
         self._out, self._head_file, self._identity, self._wandb = out, head_file, dict(identity), wandb
-        self._on_validate = on_validate
+        self._on_validate, self._before_read = on_validate, before_read
         self._share = share_packs(accelerator, context=parallel.context)
         plan.check_world_size(self._share.num_ranks)
         self._saver = Saver(folder=out, accelerator=accelerator, head=head, settings=identity, keep_last=settings.keep_last)
@@ -141,6 +143,7 @@ class Trainer:
             start_step=min(first, self._settings.num_steps),
             stop_step=self._settings.num_steps,
             max_prefetch=self._settings.max_prefetch,
+            before_read=self._before_read,
         )
         bar = progress(desc="train", unit="step", total=self._settings.num_steps, initial=first)
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -16,15 +16,15 @@ from mtp_train.trainer.data import Subset
 MAX_TOKENS = 1_600_000
 
 
-def start_from_data(head: Head, train: Subset, *, device: torch.device) -> None:
-    """Let the head fit itself to the training samples, evenly spread ones where there are more than ``MAX_TOKENS`` tokens.
+def start_from_data(head: Head, train: Subset, numbers: Sequence[int], *, device: torch.device) -> None:
+    """Let the head fit itself to these training samples, evenly spread ones where they have more than ``MAX_TOKENS`` tokens.
 
     Every process does the same work on the same samples, and so begins with the same weights.
     """
     if not head.starts_from_data:
         return
-    stride = 1 + sum(train.lengths) // MAX_TOKENS
-    numbers = range(0, len(train), stride)
+    stride = 1 + sum(train.lengths[number] for number in numbers) // MAX_TOKENS
+    numbers = numbers[::stride]
 
     def batches() -> Iterator[Batch]:
         with progress(desc="start from data", unit="tok", total=sum(train.lengths[number] for number in numbers)) as bar:

@@ -1,0 +1,219 @@
+"""A cache behind a URL gives what the folder gives, within its bytes, whatever becomes of single files."""
+
+from __future__ import annotations
+
+import http.server
+import importlib.util
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_train.cache import remote as module
+from mtp_train.cache.reader import CacheReader
+from mtp_train.cache.remote import RemoteCache
+
+LENGTHS = tuple(3 + (7 * number) % 10 for number in range(40))
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PAUSE_S", 0.0)
+
+
+@pytest.fixture
+def local(tmp_path: Path, identity: Any, make_source: Callable[..., Any]) -> CacheReader:
+    make_source(identity, LENGTHS).write(tmp_path / "cache")
+    return CacheReader(tmp_path / "cache", verify="first_read")
+
+
+@pytest.fixture
+def url(tmp_path: Path, local: CacheReader) -> Iterator[str]:
+    """The same cache in fsspec's memory."""
+    import fsspec
+
+    files, name = fsspec.filesystem("memory"), f"/{tmp_path.name}"
+    files.put(str(local.path) + "/", name + "/", recursive=True)
+    yield f"memory:/{name}"
+    files.rm(name, recursive=True)
+
+
+def largest(cache: CacheReader) -> int:
+    return max(cache.shard_bytes())
+
+
+def held_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*/*shard-*"))
+
+
+def same(mine: Any, theirs: Any) -> bool:
+    return mine.sample_id == theirs.sample_id and all(
+        torch.equal(getattr(mine, name), getattr(theirs, name)) for name in ("token_ids_T", "loss_mask_T", "hidden_TD", "taps_TLD")
+    )
+
+
+def test_every_sample_is_that_of_the_folder_and_the_limit_holds(tmp_path: Path, local: CacheReader, url: str) -> None:
+    limit = 3 * largest(local)
+    cache = RemoteCache(url, folder=tmp_path / "fetched", max_bytes=limit)
+    assert (cache.sample_ids, cache.lengths, cache.shards) == (local.sample_ids, local.lengths, local.shards)
+    assert cache.checksums() == local.checksums() and not cache.is_whole and not cache.is_local
+    for number in [(17 * step) % len(local) for step in range(2 * len(local))]:
+        assert same(cache[number], local[number])
+        assert 0 < held_bytes(tmp_path / "fetched") <= limit
+    cache.done()
+
+
+def test_the_least_recently_used_shard_makes_room(tmp_path: Path, local: CacheReader, url: str) -> None:
+    cache = RemoteCache(url, folder=tmp_path / "fetched", max_bytes=2 * largest(local) + 100)
+    first = [local.shards.index(shard) for shard in range(4)]
+    for number, name in ((first[0], 0), (first[1], 1), (first[0], 0)):
+        assert same(cache[number], local[number])
+        os.utime(cache._path(name), ns=(10 * (1 + name), 10 * (1 + name)))
+    assert same(cache[first[0]], local[first[0]])  # used last
+    assert same(cache[first[2]], local[first[2]])
+    assert [cache._path(index).exists() for index in range(4)] == [True, False, True, False]
+    cache.done()
+
+
+def test_expected_shards_are_fetched_ahead_and_kept(tmp_path: Path, local: CacheReader, url: str) -> None:
+    cache = RemoteCache(url, folder=tmp_path / "fetched", max_bytes=3 * largest(local))
+    cache.expect([5, 2, 7, 1, 0])
+    cache._pool.shutdown(wait=True)
+    there = [index for index in range(len(cache.shard_bytes())) if cache._path(index).exists()]
+    assert set(there) <= {5, 2, 7, 1} and {5, 2, 7} <= set(there)  # a fourth may fit, five do not
+    for index in (5, 2, 7):
+        number = local.shards.index(index)
+        assert same(cache[number], local[number])
+
+
+def test_a_second_process_finds_what_the_first_fetched_and_checks_it(
+    tmp_path: Path, local: CacheReader, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cache() -> RemoteCache:
+        return RemoteCache(url, folder=tmp_path / "fetched", max_bytes=10**9)
+
+    first = cache()
+    assert same(first[0], local[0]) and same(first[39], local[39]) and first.is_whole
+    path = first._path(0)
+    broken = bytearray(path.read_bytes())
+    broken[-1] ^= 1
+    path.unlink()
+    path.write_bytes(broken)
+    fetched = []
+    second = cache()
+    plain = second._files.get_file
+    monkeypatch.setattr(type(second._files), "get_file", lambda self, source, to: (fetched.append(source), plain(source, to)))
+    assert same(second[0], local[0]) and same(second[39], local[39])
+    assert len(fetched) == 1 and fetched[0].endswith("shard-00000.safetensors")
+    assert not list((tmp_path / "fetched").glob("*/.*"))
+
+
+def test_a_connection_that_fails_now_and_then_is_tried_again(
+    tmp_path: Path, local: CacheReader, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsspec
+
+    kind, calls = type(fsspec.filesystem("memory")), []
+    plain = kind.get_file
+
+    def failing(self: Any, source: str, to: str) -> None:
+        calls.append(source)
+        if len(calls) % 3 == 1:
+            raise ConnectionResetError("by peer")
+        plain(self, source, to)
+        if len(calls) % 3 == 2:
+            os.truncate(to, os.path.getsize(to) // 2)
+
+    monkeypatch.setattr(kind, "get_file", failing)
+    with pytest.raises(ValueError, match=r"manifest\.json: .*"):
+        RemoteCache(url, folder=tmp_path / "cut", max_bytes=10**9)  # the second attempt leaves half a manifest, which its seal tells
+    calls[:] = [""] * 2  # the next succeeds
+    cache = RemoteCache(url, folder=tmp_path / "fetched", max_bytes=10**9)
+    for number in (0, 20, 39):
+        assert same(cache[number], local[number])
+    cache.done()
+
+
+def test_what_is_wrong_at_the_other_end_is_named(tmp_path: Path, local: CacheReader, url: str) -> None:
+    import fsspec
+
+    files = fsspec.filesystem("memory")
+    cache = RemoteCache(url, folder=tmp_path / "fetched", max_bytes=10**9)
+    path = f"/{tmp_path.name}/shard-00000.safetensors"
+    files.pipe_file(path, files.cat_file(path)[:-1] + b"x")
+    with pytest.raises(ValueError, match=r"shard-00000.*expected a shard of \d+ bytes \(sha256 \w+\), found none.*of sha256"):
+        cache[0]
+    files.rm_file(path)
+    with pytest.raises(ValueError, match=r"shard-00000.*found none that could be read.*run the same command again"):
+        cache[0]
+    assert not cache._path(0).exists() and not list((tmp_path / "fetched").glob("*/.*"))
+    with pytest.raises(ValueError, match=r"memory://nowhere/manifest.json: expected a finished cache"):
+        RemoteCache("memory://nowhere", folder=tmp_path / "fetched", max_bytes=10**9)
+    with pytest.raises(ValueError, match=r"fetch.max_bytes: expected room for .* the largest shard"):
+        RemoteCache(url, folder=tmp_path / "fetched", max_bytes=largest(local) - 1)
+    with pytest.raises(ValueError, match=r"fetch.max_bytes: expected at least .* shuffle_shards"):
+        RemoteCache(url, folder=tmp_path / "fetched", max_bytes=largest(local)).prepare(largest(local) + 1)
+    with pytest.raises(ValueError, match="Protocol not known: nosuch"):
+        RemoteCache("nosuch://bucket/cache", folder=tmp_path / "fetched", max_bytes=10**9)
+
+
+@pytest.mark.parametrize(("protocol", "package"), [("s3", "s3fs"), ("gs", "gcsfs")])
+def test_a_protocol_whose_package_is_missing_names_it(tmp_path: Path, protocol: str, package: str) -> None:
+    if importlib.util.find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    with pytest.raises(ValueError, match=package):
+        RemoteCache(f"{protocol}://bucket/cache", folder=tmp_path, max_bytes=1)
+
+
+def test_a_name_cannot_leave_the_folder(tmp_path: Path, local: CacheReader, url: str) -> None:
+    import json
+
+    import fsspec
+
+    from mtp_train.runtime import seal
+
+    files, path = fsspec.filesystem("memory"), f"/{tmp_path.name}/manifest.json"
+    manifest = json.loads(files.cat_file(path))
+    manifest["shards"][0]["name"] = "../../shard-00000.safetensors"
+    files.pipe_file(path, json.dumps({**manifest, "seal": seal(manifest)}).encode())
+    with pytest.raises(ValueError, match="shard names"):
+        RemoteCache(url, folder=tmp_path / "fetched", max_bytes=10**9)
+
+
+def test_processes_share_one_folder(tmp_path: Path, local: CacheReader, url: str) -> None:
+    """Each makes room for its own shards, and takes away what the others map."""
+    limit, children = 4 * largest(local), []
+    for child in range(3):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                cache = RemoteCache(url, folder=tmp_path / "fetched", max_bytes=limit)
+                numbers = [((17 + 6 * child) * step + child) % len(local) for step in range(60)]
+                code = 0 if all(same(cache[number], local[number]) for number in numbers) else 3
+            finally:
+                os._exit(code)
+        children.append(pid)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0, 0, 0]
+    assert held_bytes(tmp_path / "fetched") <= limit + 2 * largest(local)  # each may have begun one when another counted
+
+
+@pytest.mark.skipif(importlib.util.find_spec("aiohttp") is None, reason="needs aiohttp")
+def test_over_http(tmp_path: Path, local: CacheReader) -> None:
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *words: Any) -> None:
+            super().__init__(*words, directory=str(local.path))
+
+        def log_message(self, *words: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        cache = RemoteCache(f"http://127.0.0.1:{server.server_port}", folder=tmp_path / "fetched", max_bytes=2 * largest(local))
+        assert all(same(cache[number], local[number]) for number in range(0, len(local), 3))
+        cache.done()
+        server.shutdown()
