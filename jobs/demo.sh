@@ -58,7 +58,7 @@ shared() {
 
 # One stage for each head, side by side; where one fails the other is stopped too.
 each_head() {
-    local stage=$1 line=0 failed=0 head
+    local stage=$1 line=0 failed=0 status head
     local -a pids=() words own
     shift
     title "$stage ${heads[*]} $*"
@@ -73,7 +73,8 @@ each_head() {
     trap 'kill "${pids[@]}" 2>/dev/null || true' INT TERM
     for _ in "${pids[@]}"; do
         wait -n || {
-            failed=$?
+            status=$?
+            [ "$failed" -ne 0 ] || failed=$status
             kill "${pids[@]}" 2>/dev/null || true
         }
     done

@@ -157,6 +157,13 @@ def atomic_path(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def clear_unfinished(folder: Path) -> None:
+    """Delete what killed writers left in a folder, subfolders excepted; only where no other process writes there."""
+    for leftover in folder.glob(".*.[0-9]*.tmp"):
+        if leftover.is_file():
+            leftover.unlink()
+
+
 def atomic_write_text(path: Path, text: str) -> None:
     """Write UTF-8 text so that the file is never seen half written; one that holds it already is left as it is."""
     if path.is_file() and path.read_bytes() == text.encode("utf-8"):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_train.commandline import as_text, conf_dir, help_text, with_settings
 from mtp_train.faults import telling
+from mtp_train.orphan import end_with_parent
 from mtp_train.run import Run, check_name, open_run, record
 from mtp_train.runtime import log
 from mtp_train.typed import arguments, check_like, fit, leaves, nearest
@@ -43,6 +44,7 @@ def stage(name: str, *, kinds: Mapping[str, Any]) -> Callable[[Callable[[DictCon
         def command() -> None:
             if isinstance(sys.stdout, TextIOWrapper):  # as stderr is from the start: a terminal may know ASCII only
                 sys.stdout.reconfigure(errors="backslashreplace")
+            end_with_parent()  # before the imports, which take longest
             with telling(name):
                 if {"--help", "-h"} & set(sys.argv[1:]):
                     print(help_text(name, purpose=(sys.modules[main.__module__].__doc__ or "").strip(), words=sys.argv[1:]))

@@ -227,7 +227,7 @@ def main(cfg: DictConfig) -> None:
     from mtp_train.target.weights import read_shared
     from mtp_train.trainer.loop import Trainer
     from mtp_train.trainer.module import make_accelerator
-    from mtp_train.trainer.probe import PROBE, write_probe
+    from mtp_train.trainer.probe import has_probe, write_probe
     from mtp_train.trainer.start import start_from_data
     from mtp_train.trainer.state import HeadFile, check_continues, complete_steps
     from mtp_train.trainer.supply import leading_shards
@@ -281,7 +281,7 @@ def main(cfg: DictConfig) -> None:
     )
     record(run, stage_name="train")  # only now: settings that do not go together have been refused
     trained = trainer.run()
-    if is_main() and (trained or not (run.out / PROBE).is_file()):
+    if is_main() and (trained or not has_probe(run.out)):
         samples, numbers = held_out or train, range(min(len(held_out or train), 8))
         if held_out is None and cfg.mode != "offline":
             numbers = plan.packs(num_steps - 1)[0][:8]  # those read last are still there

@@ -20,7 +20,7 @@ TOP_FOLDERS = {"mtp_train", "conf", "data", "jobs", "tests", "tools", ".ci"}
 VERBS = ("regenerate", "precompute", "train", "evaluate", "export", "plan", "advise")
 # A line imports from the lines above it only, and nothing from its own line but itself.
 ORDER = (
-    ("typed", "faults", "commandline"),
+    ("typed", "faults", "commandline", "orphan"),
     ("records", "runtime", "quantity"),
     ("lock",),
     ("target", "cache", "acceptance", "nn", "checkpoint", "run"),

@@ -4,7 +4,8 @@ python tools/chaos.py --kills 20 --out runs/chaos -- run=runs/demo num_steps=200
 python tools/chaos.py --kills 20 --processes 2 --out runs/chaos2 -- run=runs/demo num_steps=200 checkpoint.every=5 packs_per_step=2 \\
     parallel=fsdp2
 
-Behind ``--``: the settings of ``mtp_train.train``, its output folder excepted.
+Behind ``--``: the settings of ``mtp_train.train``, its output folder excepted. Of several processes, torchrun among them, all at
+once and each alone are killed in turn. Needs Linux, whose /proc tells which processes are torchrun's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+
+# torchrun sends SIGTERM where one of its processes has ended, and SIGKILL half a minute later.
+_PATIENCE_S = 90
 
 
 def parse() -> argparse.Namespace:
@@ -28,8 +34,32 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _children(process: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text(encoding="ascii").split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def _frozen(process: int) -> Iterator[int]:
+    """A process and all below it, each stopped before it is asked for its children, so that none can be added."""
+    with suppress(ProcessLookupError):
+        os.kill(process, signal.SIGSTOP)
+    yield process
+    for child in _children(process):
+        yield from _frozen(child)
+
+
+def _runs(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 class Group:
-    """A command and all processes that it starts."""
+    """A command and all processes that it starts: torchrun puts each of its own into a session apart, so that no signal to a
+    group of processes reaches them."""
 
     def __init__(self, words: list[str], log: Path) -> None:
         with open(log, "ab") as stream:
@@ -38,9 +68,22 @@ class Group:
     def poll(self) -> int | None:
         return self.process.poll()
 
-    def kill(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+    def kill(self, one: int | None) -> None:
+        everyone = [*_frozen(self.process.pid)]
+        launched = [self.process.pid, *_children(self.process.pid)]
+        victims = everyone if one is None else [launched[one % len(launched)]]
+        for process in victims:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        for process in {*everyone} - {*victims}:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGCONT)
+        self.process.wait(_PATIENCE_S)
+        until_s = time.perf_counter() + _PATIENCE_S
+        while left := [process for process in everyone if _runs(process)]:
+            if time.perf_counter() > until_s:
+                raise RuntimeError(f"expected all processes to be gone, found {left} running {_PATIENCE_S} s after a kill")
+            time.sleep(0.01)
 
 
 def main() -> None:
@@ -57,14 +100,20 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     began_s = time.perf_counter()
     whole, killed = arguments.out / "whole", arguments.out / "killed"
-    harass(lambda: Group(command("whole"), arguments.out / "whole.log"), out=whole, num_kills=0, seed=0)
+    num_processes = 1 if arguments.processes == 1 else 1 + arguments.processes
+    harass(lambda: Group(command("whole"), arguments.out / "whole.log"), out=whole, num_processes=num_processes, num_kills=0, seed=0)
     whole_s = time.perf_counter() - began_s
     kills = harass(
-        lambda: Group(command("killed"), arguments.out / "killed.log"), out=killed, num_kills=arguments.kills, seed=arguments.seed
+        lambda: Group(command("killed"), arguments.out / "killed.log"),
+        out=killed,
+        num_processes=num_processes,
+        num_kills=arguments.kills,
+        seed=arguments.seed,
     )
     print(f"in peace {whole_s:.0f} s; killed {len(kills)} times, {time.perf_counter() - began_s - whole_s:.0f} s")
     for kill in kills:
-        print(f"  {kill.moment:>6}, {kill.after_s:6.2f} s after its start, newest whole state: step {kill.saved_step}")
+        who = "all" if kill.one is None else "torchrun" if kill.one == 0 else f"process {kill.one}"
+        print(f"  {kill.moment:>6}, {who:>9}, {kill.after_s:6.2f} s after its start, newest whole state: step {kill.saved_step}")
     found = differences(whole, killed)
     print("\n".join(found) if found else "the same head, the same log, nothing left over")
     if found or len(kills) < arguments.kills:

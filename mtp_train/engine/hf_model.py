@@ -13,7 +13,7 @@ from torch import nn
 from mtp_train.engine.stop import stop_token_ids
 from mtp_train.nn.attention import AttentionContext, PackedAttention
 from mtp_train.nn.layer import read_config
-from mtp_train.runtime import log
+from mtp_train.runtime import local_place, log
 from mtp_train.target.weights import SharedWeights
 
 if TYPE_CHECKING:
@@ -23,15 +23,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def choose_device(device: str) -> torch.device:
-    """``auto`` takes an accelerator where torch sees one, else the CPU; any other word is torch's own.
+    """``auto`` takes an accelerator where torch sees one, else the CPU; any other word is torch's own. Of several alike, where
+    the word has no number, each process of torchrun takes its own.
 
     Errors: ValueError for a word that torch does not know, and for a device that is not there.
     """
     if device == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        return torch.device("cpu") if accelerator is None else accelerator
+        return torch.device("cpu") if accelerator is None else _own(accelerator)
     try:
-        found = torch.device(device)
+        found = _own(torch.device(device))
         torch.empty(1, device=found)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch built without CUDA asserts
         raise ValueError(
@@ -46,6 +47,20 @@ def device_name(device: torch.device) -> str:
         threads = torch.get_num_threads()
         return f"cpu, {threads} thread{'' if threads == 1 else 's'}"
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def _own(device: torch.device) -> torch.device:
+    """The device of this kind that is this process': numbered as it is on its machine, from the first again where there are
+    fewer devices than processes."""
+    local_rank, num_local = local_place()
+    if num_local == 1 or device.index is not None or device.type != _accelerator_type():
+        return device
+    return torch.device(device.type, local_rank % torch.accelerator.device_count())
+
+
+def _accelerator_type() -> str | None:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return None if accelerator is None else accelerator.type
 
 
 class TargetModel:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple
@@ -20,6 +22,7 @@ Need = Literal["hidden", "logits", "label", "exact_teacher", "topk_teacher"]
 
 # Elements of a float32 block that stays in a CPU core's second-level cache together with its source (1 MB of 2).
 _BLOCK_ELEMENTS = 2**18
+_together: ContextVar[bool] = ContextVar("rows_together", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,8 +168,18 @@ def row_blocks(x_RV: torch.Tensor) -> Iterator[slice]:
     takes all rows together.
     """
     num_rows = x_RV.shape[0]
-    step = max(1, _BLOCK_ELEMENTS // x_RV.shape[1]) if x_RV.device.type == "cpu" else max(1, num_rows)
+    step = max(1, _BLOCK_ELEMENTS // x_RV.shape[1]) if x_RV.device.type == "cpu" and not _together.get() else max(1, num_rows)
     return (slice(first, min(first + step, num_rows)) for first in range(0, num_rows, step))
+
+
+@contextmanager
+def rows_together() -> Iterator[None]:
+    """Inside, ``row_blocks`` takes all rows together on a CPU too: to see there what a GPU would do."""
+    token = _together.set(True)
+    try:
+        yield
+    finally:
+        _together.reset(token)
 
 
 def scale_rows_(x_RV: torch.Tensor, factor_R: torch.Tensor) -> torch.Tensor:

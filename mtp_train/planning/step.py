@@ -18,7 +18,7 @@ from mtp_train.head.base import Head
 from mtp_train.head.eagle3 import Eagle3
 from mtp_train.head.medusa import Medusa
 from mtp_train.head.pair import PairHead
-from mtp_train.loss.base import row_blocks
+from mtp_train.loss.base import rows_together
 from mtp_train.nn.context import ContextGroup, ContextShare
 from mtp_train.nn.experts import run_experts
 from mtp_train.planning.live import LiveBytes
@@ -108,8 +108,7 @@ class _Watched:
 def measure_step(make_head: Callable[[SharedWeights], Head], objective: Objective, shape: StepShape) -> StepMemory:
     """Run a step's forward and backward over tensors without memory. ``make_head`` is called inside the mode.
 
-    A GPU's softmax takes all rows of a chunk at once and a CPU's few (``loss.base.row_blocks``): for a GPU, the bytes of one such
-    block are measured and multiplied.
+    A GPU's softmax takes all rows of a chunk at once and a CPU's few (``loss.base.row_blocks``).
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -123,11 +122,8 @@ def measure_step(make_head: Callable[[SharedWeights], Head], objective: Objectiv
         if shape.device == "cpu":
             moments = _moments(head, objective, shape, batch, num_rows=num_rows)
         else:
-            block = next(row_blocks(torch.empty(num_rows, shape.vocab_size)))
-            block_rows = len(range(*block.indices(num_rows)))
-            without, moments = (_moments(head, objective, shape, batch, num_rows=rows) for rows in (0, block_rows))
-            one_block = moments[CHUNK].get(CHUNK, 0) - without[CHUNK].get(CHUNK, 0)
-            moments[CHUNK][CHUNK] += one_block * num_rows // block_rows - one_block
+            with rows_together():
+                moments = _moments(head, objective, shape, batch, num_rows=num_rows)
         shared = (head.shared.embedding_VD, head.shared.lm_head_VD, head.shared.final_norm_weight_D)
         return StepMemory(
             parameters=sum(parameter.numel() * 4 for parameter in head.parameters()),

@@ -6,12 +6,11 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from mtp_train.checkpoint import WEIGHTS
-from mtp_train.runtime import log
+from mtp_train.checkpoint import CONFIG, WEIGHTS, read_head_config
+from mtp_train.runtime import log, sha256_file
 from mtp_train.trainer.metrics import METRICS, read_metrics
 from mtp_train.trainer.state import complete_steps
 
@@ -32,26 +31,33 @@ class Process(Protocol):
         """None while it runs, else its exit status."""
         ...
 
-    def kill(self) -> None:
-        """End it by SIGKILL and return when it is gone."""
+    def kill(self, one: int | None) -> None:
+        """SIGKILL to all of its processes at once, or to ``one`` alone, by a number taken modulo how many there are: the others
+        must then end by themselves. Returns when all are gone. Errors: RuntimeError where some do not go."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """``after_s`` from the process' start; ``saved_step``: the newest whole state then, 0 for none."""
+    """``one``: the process that was killed, None for all at once; ``after_s`` from the start; ``saved_step``: the newest whole
+    state then, 0 for none."""
 
     moment: Moment
+    one: int | None
     after_s: float
     saved_step: int
 
 
-def harass(start: Callable[[], Process], *, out: Path, num_kills: int, seed: int) -> list[Kill]:
-    """Start a training that writes to ``out``, kill it ``num_kills`` times, let it come to its end. Returns the kills, fewer
-    where it was done before. Errors: RuntimeError where it ends by itself in another way than well."""
+def harass(start: Callable[[], Process], *, out: Path, num_processes: int, num_kills: int, seed: int) -> list[Kill]:
+    """Start a training of ``num_processes`` that writes to ``out``, kill it ``num_kills`` times, let it come to its end. Where it
+    has several processes, all at once and each alone are killed in turn. Returns the kills, fewer where it was done before.
+    Errors: RuntimeError where it ends by itself in another way than well."""
     kills: list[Kill] = []
     draw, longest_start_s = random.Random(seed), 1.0
-    for moment in islice(cycle(MOMENTS), num_kills):
+    victims: list[int | None] = [None, *(range(num_processes) if num_processes > 1 else ())]
+    for number in range(num_kills):
+        moment = MOMENTS[number % len(MOMENTS)]
+        one = victims[(number + number // len(MOMENTS)) % len(victims)]  # shifted, so that each meets each moment
         began_s, process = time.perf_counter(), start()
         until_s = began_s + draw.uniform(0, longest_start_s)
         passed = iter(_moments(moment, out, until_s=until_s, num_steps=draw.randint(1, _MOST_STEPS)))
@@ -62,8 +68,9 @@ def harass(start: Callable[[], Process], *, out: Path, num_kills: int, seed: int
             time.sleep(draw.uniform(0, _LONGEST_DELAY_S))
         if _ended(process):
             return kills
-        process.kill()
-        kills.append(Kill(moment=moment, after_s=time.perf_counter() - began_s, saved_step=(complete_steps(out) or [0])[-1]))
+        after_s = time.perf_counter() - began_s
+        process.kill(one)
+        kills.append(Kill(moment=moment, one=one, after_s=after_s, saved_step=(complete_steps(out) or [0])[-1]))
         log(f"kill {len(kills)} of {num_kills}: {kills[-1]}")
     process = start()
     while not _ended(process):
@@ -104,15 +111,20 @@ def _metrics_bytes(out: Path) -> int:
 
 
 def differences(one: Path, two: Path) -> list[str]:
-    """What two finished trainings differ in, in words: the head's bytes, and what was logged but for the time it took."""
+    """What two finished trainings differ in, in words: the head's bytes, what was logged but for the time it took, which states
+    are there, and whatever a killed one left over."""
     found = []
     if (one / WEIGHTS).read_bytes() != (two / WEIGHTS).read_bytes():
         found.append(f"{WEIGHTS}: other bytes")
+    if read_head_config(two)["weights_sha256"] != sha256_file(two / WEIGHTS):
+        found.append(f"{CONFIG}: of other weights")
+    if complete_steps(one) != complete_steps(two):
+        found.append(f"states: {complete_steps(one)} and {complete_steps(two)}")
     mine, theirs = (_lines(path) for path in (one, two))
     if len(mine) != len(theirs):
         found.append(f"{METRICS}: {len(mine)} and {len(theirs)} lines")
     found += [f"{METRICS}: {a} and {b}" for a, b in zip(mine, theirs, strict=False) if a != b]
-    found += [f"{path}: left over" for path in sorted(two.glob(".step-*.tmp"))]
+    found += [f"{path}: left over" for path in sorted(two.glob(".*.tmp"))]
     return found
 
 

@@ -13,7 +13,7 @@ import torch
 
 from mtp_train.batch.loader import StepLoader
 from mtp_train.batch.plan import DataPlan
-from mtp_train.checkpoint import is_whole, save_head
+from mtp_train.checkpoint import save_head
 from mtp_train.head.base import Head
 from mtp_train.runtime import atomic_write_json, log, progress
 from mtp_train.trainer.data import Subset
@@ -29,7 +29,7 @@ from mtp_train.trainer.settings import LoopSettings
 from mtp_train.trainer.state import HeadFile, StateReader, folder_name
 from mtp_train.trainer.step import Stepper
 from mtp_train.trainer.stop import StopSignal, exit_status
-from mtp_train.trainer.summary import Summary, from_json, report, to_json
+from mtp_train.trainer.summary import Summary, report
 from mtp_train.trainer.validation import MEASURED, Validator
 
 if TYPE_CHECKING:
@@ -129,7 +129,8 @@ class Trainer:
         not finite.
         """
         first = 0 if self._state is None else self._restore(self._state)
-        if first >= self._settings.num_steps and is_whole(self._out):
+        self._saver.tidy(best_step=self._best_step())
+        if first >= self._settings.num_steps and self._saver.head_is_whole():
             log(f"nothing left to do, all {first} steps are done in {self._out}")
             return False
         if self._accelerator.is_main_process:
@@ -244,23 +245,20 @@ class Trainer:
     def _new_summary(self) -> Summary:
         return Summary(objective=self._objective, device=self._accelerator.device)
 
-    def _save(self, done: int) -> Path:
-        best_step = None if self._best is None else int(self._best["step"])
-        return self._saver.save(done, parallel=self._parallel, counters=self._counters(), best_step=best_step)
+    def _best_step(self) -> int | None:
+        return None if self._best is None else int(self._best["step"])
 
-    def _counters(self) -> dict[str, Any]:
-        """What the loop counts, so that a resumed run also reports what the uninterrupted one would have."""
-        window = self._summary.reduced(self._accelerator)
-        return {"tokens": self._tokens, "window_tokens": self._window_tokens, "window_sums": to_json(window), "best": self._best}
+    def _save(self, done: int) -> Path:
+        # What the loop counts is saved too, so that a resumed run also reports what the uninterrupted one would have.
+        counters = {"tokens": self._tokens, "window_tokens": self._window_tokens, "best": self._best}
+        return self._saver.save(done, parallel=self._parallel, counters=counters, sums_KX=self._summary.own(), best_step=self._best_step())
 
     def _restore(self, state: StateReader) -> int:
         """Put back all but the weights; returns the steps that are done."""
         self._parallel.load_optimizer(state)
-        self._saver.restore_random(state)
+        self._summary.add(self._saver.restore_own(state).to(self._accelerator.device))
         counters = state.position.counters
         self._tokens, self._window_tokens, self._best = counters["tokens"], counters["window_tokens"], counters["best"]
-        if self._accelerator.is_main_process:
-            self._summary.restore(from_json(counters["window_sums"]))
         log(f"continuing after step {state.position.step} from {state.path}")
         return state.position.step
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_train.acceptance.report_data import Measurement, part_from_json
+from mtp_train.orphan import PARENT
 from mtp_train.runtime import environment_apart, log, read_json
 
 _SHOWN_LOG_CHARACTERS = 400
@@ -63,7 +65,8 @@ class MeasuredAcceptance:
 
     def _evaluate(self, folder: Path) -> Measurement:
         out, words = folder / "report", self.command(folder)
-        environment = environment_apart()
+        # Killed with the training: it would be in the way of the one that the continued training starts.
+        environment = environment_apart() | {PARENT: str(os.getpid())}
         if self._settings.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = str(self._settings.devices)
         with open(folder / "log.txt", "wb") as stream:

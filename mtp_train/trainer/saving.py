@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from mtp_train.runtime import log
+from mtp_train.checkpoint import is_whole
+from mtp_train.faults import told
+from mtp_train.runtime import clear_unfinished, log
 from mtp_train.trainer.parallel import Parallel, trained_parameters, with_constants
 from mtp_train.trainer.state import (
     Position,
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 Found = TypeVar("Found")
+# What each process saves of its own, beside its generators' states by device.
+_SUMS = "sums"
+_RANDOM = "random/"
 
 
 class Saver:
@@ -57,23 +62,41 @@ class Saver:
         self._together(lambda: state.verify(rank=self._accelerator.process_index, num_processes=self._accelerator.num_processes))
         return state
 
-    def restore_random(self, state: StateReader) -> None:
-        """Put this process' generators back. Nothing in the loop draws from them today (order and noise have seeds of their
-        own), but an architecture's layer may."""
-        random = state.random(self._accelerator.process_index)
-        if random is None or len(state.shards) != self._accelerator.num_processes:
+    def restore_own(self, state: StateReader) -> torch.Tensor:
+        """Put this process' generators back, and return its part of the sums that were still to be reported, float64 (K, X).
+
+        Nothing in the loop draws from the generators today (order and noise have seeds of their own), but an architecture's
+        layer may. As many processes as wrote go on with a part each, since sums in another order end in another bit; of
+        another number the first takes them all.
+        """
+        rank, num_processes, num_writers = self._accelerator.process_index, self._accelerator.num_processes, len(state.shards)
+        if num_writers != num_processes:
             log(
-                f"continued by {self._accelerator.num_processes} processes, begun by {len(state.shards)}: the data goes on where it "
+                f"continued by {num_processes} processes, begun by {num_writers}: the data goes on where it "
                 "was, results agree with the run that was not interrupted to rounding, not bit for bit"
             )
-        if random is None:
-            return
-        torch.set_rng_state(random["cpu"])
-        if "cuda" in random and self._accelerator.device.type == "cuda":
-            torch.cuda.set_rng_state(random["cuda"], self._accelerator.device)
+        if rank < num_writers:
+            random = {name.removeprefix(_RANDOM): held for name, held in state.own(rank).items() if name.startswith(_RANDOM)}
+            torch.set_rng_state(random["cpu"])
+            if "cuda" in random and self._accelerator.device.type == "cuda":
+                torch.cuda.set_rng_state(random["cuda"], self._accelerator.device)
+        if num_writers == num_processes:
+            return state.own(rank)[_SUMS]
+        whole_KX = torch.stack([state.own(number)[_SUMS] for number in range(num_writers)]).sum(0)
+        return whole_KX if rank == 0 else torch.zeros_like(whole_KX)
 
-    def save(self, step: int, *, parallel: Parallel, counters: Mapping[str, Any], best_step: int | None) -> Path:
+    def head_is_whole(self) -> bool:
+        """Whether the head that the run is for is there, undamaged. The main process looks for all: a slower one would see the
+        head that the main one has made meanwhile, think the run done, and leave the others waiting for it."""
+        return self._from_main(lambda: is_whole(self._folder))
+
+    def tidy(self, *, best_step: int | None) -> None:
+        """Take away what killed processes of the run left: half written files and states, and states that were to be deleted."""
+        self._from_main(lambda: self._tidy(best_step))
+
+    def save(self, step: int, *, parallel: Parallel, counters: Mapping[str, Any], sums_KX: torch.Tensor, best_step: int | None) -> Path:
         """Write the state after ``step`` steps, if it is not there; keep the newest few and the best. Returns its folder.
+        ``sums_KX``: this process' part of what is still to be reported.
 
         Errors: ValueError where a process cannot write (a full disk); what was complete stays.
         """
@@ -81,21 +104,26 @@ class Saver:
         if self._from_main(lambda: step in complete_steps(self._folder)):
             return final
         temporary = self._from_main(lambda: begin_state(self._folder, step))
-        shards = self._together(lambda: self._write(temporary, parallel))
+        shards = self._together(lambda: self._write(temporary, parallel, sums_KX))
         position = Position(step=step, shapes=self._shapes, settings=self._settings, counters=dict(counters))
-        self._from_main(lambda: self._finish(temporary, position, shards, best_step))
+        self._from_main(lambda: finish_state(temporary, position, shards))
+        self._from_main(lambda: self._prune(best_step))
         return final
 
-    def _write(self, temporary: Path, parallel: Parallel) -> Shard:
-        accelerator, random = self._accelerator, {"cpu": torch.get_rng_state()}
+    def _write(self, temporary: Path, parallel: Parallel, sums_KX: torch.Tensor) -> Shard:
+        accelerator, own = self._accelerator, {_SUMS: sums_KX, f"{_RANDOM}cpu": torch.get_rng_state()}
         if accelerator.device.type == "cuda":
-            random["cuda"] = torch.cuda.get_rng_state(accelerator.device)
+            own[f"{_RANDOM}cuda"] = torch.cuda.get_rng_state(accelerator.device)
         return write_shard(
-            temporary, rank=accelerator.process_index, num_processes=accelerator.num_processes, pieces=parallel.pieces(), random=random
+            temporary, rank=accelerator.process_index, num_processes=accelerator.num_processes, pieces=parallel.pieces(), own=own
         )
 
-    def _finish(self, temporary: Path, position: Position, shards: list[Shard], best_step: int | None) -> None:
-        finish_state(temporary, position, shards)
+    def _tidy(self, best_step: int | None) -> None:
+        if self._folder.is_dir():
+            clear_unfinished(self._folder)
+            self._prune(best_step)
+
+    def _prune(self, best_step: int | None) -> None:
         prune(self._folder, keep_last=self._keep_last, keep=set() if best_step is None else {best_step})
 
     def _from_main(self, action: Callable[[], Found]) -> Found:
@@ -118,11 +146,15 @@ def load_weights(head: nn.Module, state: StateReader) -> None:
 
 
 def _attempt(action: Callable[[], Found]) -> tuple[Found | None, str | None]:
-    """A failure as words, so that it can be told to the other processes, which would wait for this one."""
+    """A failure that is the user's or the machine's as words, so that it can be told to the other processes, which would wait
+    for this one."""
     try:
         return action(), None
-    except (ValueError, OSError) as error:
-        return None, str(error)
+    except Exception as error:
+        said = told(error)
+        if said is None:
+            raise
+        return None, said
 
 
 def _result(outcomes: list[Any]) -> list[Any]:

@@ -1,14 +1,16 @@
 """The state of a training run on disk: all that a killed run needs to go on as if it had not been killed.
 
 ``<checkpoint>/step-000123/`` holds one ``shard-00000-of-00002.safetensors`` per process, with what that process owns: stretches
-of parameters and of the optimizer's state (``<parameter>/<entry>``, float32), and its random generators' states.
-``state.json``, written last, names the shards with their sha256 and says where in its parameter each stretch begins. So any
-number of processes, however they share the work, can read what is theirs; a folder without it was never finished. The
-folder is filled under a temporary name and renamed, so that it is seen whole or not at all.
+of parameters and of the optimizer's state (``parameter/<parameter>/<entry>``, float32), and what is its alone
+(``own/<name>``): its random generators' states, its part of the sums that are to be reported. ``state.json``, written last and
+sealed, names the shards with their sha256 and says where in its parameter each stretch begins. So any number of processes,
+however they share the work, can read what is theirs; a folder without it was never finished. The folder is filled under a
+temporary name, which no other start of the run uses, and renamed, so that it is seen whole or not at all.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -18,14 +20,24 @@ from typing import Any
 
 import torch
 
-from mtp_train.runtime import atomic_path, atomic_write_json, fsync_directory, read_json, sha256_file
+from mtp_train.runtime import SEAL, atomic_path, atomic_write_json, check_seal, fsync_directory, read_object, seal, sha256_file
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 STATE = "state.json"
 WEIGHT = "weight"
-_RANDOM = "random/"
+_OWN = "own/"
 _PARAMETER = "parameter/"
 _FOLDER = re.compile(r"step-(\d{6,})")
+_UNFINISHED = ".step-*.tmp"
+_KINDS: dict[str, Any] = {
+    "format_version": int,
+    "step": int,
+    "counters": dict,
+    "settings": dict,
+    "shapes": dict[str, list[int]],
+    "shards": list[dict[str, Any]],
+    SEAL: str,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,23 +98,23 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def begin_state(folder: Path, step: int) -> Path:
-    """The empty temporary folder in which the processes leave their shards; one process calls, the others wait for it."""
-    temporary = folder / f".{folder_name(step)}.tmp"
-    for leftover in (temporary, folder / folder_name(step)):
+    """The empty temporary folder in which the processes leave their shards; one process calls, the others wait for it. What
+    killed writers left goes first, since there may be room for no more."""
+    for leftover in (*folder.glob(_UNFINISHED), folder / folder_name(step)):
         if leftover.exists():
             shutil.rmtree(leftover)
+    # Named by the writer: a process that outlived an earlier start of the run must not put its shard among ours.
+    temporary = folder / f".{folder_name(step)}.{os.getpid()}.tmp"
     temporary.mkdir(parents=True)
     return temporary
 
 
-def write_shard(
-    temporary: Path, *, rank: int, num_processes: int, pieces: Mapping[str, Piece], random: Mapping[str, torch.Tensor]
-) -> Shard:
-    """Write one process' file. ``pieces`` by parameter, ``random`` its generators' states by device."""
+def write_shard(temporary: Path, *, rank: int, num_processes: int, pieces: Mapping[str, Piece], own: Mapping[str, torch.Tensor]) -> Shard:
+    """Write one process' file: ``pieces`` by parameter, and what is its ``own``, by name."""
     from safetensors.torch import save_file
 
     tensors = {f"{_PARAMETER}{name}/{entry}": tensor for name, piece in pieces.items() for entry, tensor in piece.tensors.items()}
-    tensors |= {f"{_RANDOM}{device}": tensor for device, tensor in random.items()}
+    tensors |= {f"{_OWN}{name}": tensor for name, tensor in own.items()}
     path = temporary / f"shard-{rank:05d}-of-{num_processes:05d}.safetensors"
     with atomic_path(path) as unfinished:
         save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, unfinished)
@@ -119,17 +131,15 @@ def finish_state(temporary: Path, position: Position, shards: Sequence[Shard]) -
         raise ValueError(
             f"{temporary}: expected the shards of all processes, found none named {missing}; out= must lie where all machines see it"
         )
-    atomic_write_json(
-        temporary / STATE,
-        {
-            "format_version": FORMAT_VERSION,
-            "step": position.step,
-            "counters": position.counters,
-            "settings": position.settings,
-            "shapes": position.shapes,
-            "shards": [{"name": shard.name, "sha256": shard.sha256, "starts": shard.starts} for shard in shards],
-        },
-    )
+    document = {
+        "format_version": FORMAT_VERSION,
+        "step": position.step,
+        "counters": position.counters,
+        "settings": position.settings,
+        "shapes": position.shapes,
+        "shards": [{"name": shard.name, "sha256": shard.sha256, "starts": shard.starts} for shard in shards],
+    }
+    atomic_write_json(temporary / STATE, {**document, SEAL: seal(document)})
     final = temporary.with_name(folder_name(position.step))
     temporary.rename(final)
     fsync_directory(final.parent)
@@ -140,10 +150,7 @@ class StateReader:
     """One complete state: any stretch of any parameter, whichever processes wrote it."""
 
     def __init__(self, path: Path) -> None:
-        document = read_json(path / STATE)
-        if document.get("format_version") != FORMAT_VERSION:
-            found = document.get("format_version")
-            raise ValueError(f"{path / STATE}: expected format_version {FORMAT_VERSION}, found {found}; train anew")
+        document = _read_document(path)
         self.path = path
         self.shards = [Shard(**shard) for shard in document["shards"]]
         self.position = Position(
@@ -159,8 +166,7 @@ class StateReader:
             found = sha256_file(self.path / shard.name) if (self.path / shard.name).is_file() else "no file"
             if found != shard.sha256:
                 raise ValueError(
-                    f"{self.path / shard.name}: expected sha256 {shard.sha256}, found {found}; the file is damaged: "
-                    f"delete {self.path} to continue from the state before"
+                    f"{self.path / shard.name}: expected sha256 {shard.sha256}, found {found}; the file is damaged: {_remedy(self.path)}"
                 )
 
     def entries(self, name: str) -> list[str]:
@@ -202,14 +208,27 @@ class StateReader:
             for name, shape in self.position.shapes.items()
         }
 
-    def random(self, rank: int) -> dict[str, torch.Tensor] | None:
-        """The generators' states of one of the processes that wrote, by device; None where there were fewer."""
+    def own(self, rank: int) -> dict[str, torch.Tensor]:
+        """What was one writer's alone, by name; ``rank`` is among theirs."""
         from safetensors import safe_open
 
-        if rank >= len(self.shards):
-            return None
         with safe_open(self.path / self.shards[rank].name, framework="pt") as file:
-            return {key.removeprefix(_RANDOM): file.get_tensor(key) for key in file.keys() if key.startswith(_RANDOM)}  # noqa: SIM118
+            return {key.removeprefix(_OWN): file.get_tensor(key) for key in file.keys() if key.startswith(_OWN)}  # noqa: SIM118
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    """``state.json`` of a state, checked. ValueError where it is damaged, or of another version."""
+    where = path / STATE
+    document = read_object(where, {"format_version": int}, remedy=_remedy(path))
+    if document["format_version"] != FORMAT_VERSION:
+        raise ValueError(f"{where}: expected format_version {FORMAT_VERSION}, found {document['format_version']}; train anew")
+    document = read_object(where, _KINDS, remedy=_remedy(path))
+    check_seal(document, where=where, remedy=_remedy(path))
+    return document
+
+
+def _remedy(path: Path) -> str:
+    return f"delete {path} to continue from the state before"
 
 
 def check_continues(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -217,7 +236,7 @@ def check_continues(folder: Path, settings: Mapping[str, Any]) -> None:
     steps = complete_steps(folder)
     if steps:
         path = folder / folder_name(steps[-1])
-        check_settings(settings, read_json(path / STATE)["settings"], where=path)
+        check_settings(settings, _read_document(path)["settings"], where=path)
 
 
 def check_settings(expected: Mapping[str, Any], found: Mapping[str, Any], *, where: Path) -> None:
@@ -253,5 +272,5 @@ def prune(folder: Path, *, keep_last: int, keep: set[int]) -> None:
             # Unmark first: a half deleted folder must not look complete.
             (entry / STATE).unlink(missing_ok=True)
             shutil.rmtree(entry)
-    for leftover in folder.glob(".step-*.tmp"):
+    for leftover in folder.glob(_UNFINISHED):
         shutil.rmtree(leftover)

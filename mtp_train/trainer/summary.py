@@ -28,18 +28,9 @@ class Summary:
         sums: list[list[float]] = accelerator.reduce(self._sums_KX.clone(), "sum").tolist()
         return sums
 
-    def restore(self, sums: list[list[float]]) -> None:
-        """Begin from sums that ``reduced`` gave; on one rank only, or they count once per rank."""
-        self._sums_KX += torch.tensor(sums, dtype=torch.float64, device=self._sums_KX.device)
-
-
-def to_json(sums: list[list[float]]) -> list[list[float | None]]:
-    """Sums as JSON has them: what was not measured is null."""
-    return [[None if math.isnan(number) else number for number in row] for row in sums]
-
-
-def from_json(sums: list[list[float | None]]) -> list[list[float]]:
-    return [[math.nan if number is None else number for number in row] for row in sums]
+    def own(self) -> torch.Tensor:
+        """This rank's part of the sums, float64 (K, X), to ``add`` to another summary in its place."""
+        return self._sums_KX
 
 
 def report(objective: Objective, sums: list[list[float]]) -> dict[str, Any]:

@@ -35,7 +35,10 @@ def main(job: dict[str, Any]) -> None:
         print(f"=== {out.name}: {recipe.parallel}, after {time.process_time():.1f} s of CPU", flush=True)
         hook = None if stop_after is None else recipes.stop_after(stop_after, settings["signal"])
         try:
-            recipe.trainer(out, on_validate=hook).run()
+            trainer = recipe.trainer(out, on_validate=hook)
+            if settings["late"] is not None and os.environ.get("RANK") == str(settings["late"][0]):
+                time.sleep(settings["late"][1])
+            trainer.run()
         except SystemExit as ended:
             print(f"=== {out.name} exits with {ended.code}", flush=True)
             if settings is job["runs"][-1]:

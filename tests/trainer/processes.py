@@ -26,9 +26,12 @@ def settings_of(recipe: Any) -> dict[str, Any]:
     return {field.name: getattr(recipe, field.name) for field in fields(recipe)}
 
 
-def run_of(recipe: Any, out: Path, *, stop_after: int | None = None, signal: int = 15) -> dict[str, Any]:
-    """One training run; ``stop_after``: the step after whose validation the main process is sent ``signal``."""
-    return {"recipe": settings_of(recipe), "out": str(out), "stop_after": stop_after, "signal": signal}
+def run_of(
+    recipe: Any, out: Path, *, stop_after: int | None = None, signal: int = 15, late: tuple[int, float] | None = None
+) -> dict[str, Any]:
+    """One training run; ``stop_after``: the step after whose validation the main process is sent ``signal``; ``late``: a rank,
+    and for how many seconds it sleeps before it begins its steps."""
+    return {"recipe": settings_of(recipe), "out": str(out), "stop_after": stop_after, "signal": signal, "late": late}
 
 
 class Ranks:
@@ -57,11 +60,16 @@ class Ranks:
         codes = [process.exitcode for process in self.processes]
         return None if None in codes else next((code for code in codes if code), 0)
 
-    def kill(self) -> None:
+    def kill(self, one: int | None = None) -> None:
+        for number, process in enumerate(self.processes):
+            if one in (None, number):
+                process.kill()
+            else:
+                process.terminate()  # as torchrun does where one has ended
         for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.join()
+            process.join(60)
+        if left := [process.pid for process in self.processes if process.exitcode is None]:
+            raise RuntimeError(f"expected the others to end where one is killed, found {left} running: {self.said()[-3000:]}")
 
     def wait(self, *, timeout_s: float = 240) -> list[int | None]:
         for process in self.processes:

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 from mtp_train.batch.packing import pack
 from mtp_train.cache.reader import CacheReader
+from mtp_train.checkpoint import save_head
 from mtp_train.trainer.data import split, validation_packs
-from mtp_train.trainer.probe import PROBE, write_probe
+from mtp_train.trainer.probe import PROBE, has_probe, write_probe
 
 
 @pytest.fixture
@@ -54,7 +55,10 @@ def test_validation_takes_every_sample_once_even_one_longer_than_a_pack(reader: 
 
 def test_the_probe_is_what_the_head_computes(recipe: Any, reader: CacheReader, tmp_path: Path) -> None:
     head = recipe.head()
+    save_head(tmp_path, head.state_dict(), config=head.draft_config(), target={}, made_by={})
+    assert not has_probe(tmp_path)
     write_probe(tmp_path, head, [reader[number] for number in range(6)])
+    assert has_probe(tmp_path)
     probe = load_file(tmp_path / PROBE)
     bounds = probe["bounds"].tolist()
     assert bounds == [0, 16, 24]
@@ -71,3 +75,8 @@ def test_the_probe_is_what_the_head_computes(recipe: Any, reader: CacheReader, t
                 torch.testing.assert_close(probe[f"hidden_{depth}_TD"][rows], step.hidden_TD[: n - 1 - depth], rtol=1e-4, atol=1e-5)
                 logits = step.hidden_TD[: n - 1 - depth] @ head.shared.lm_head_VD.T
                 torch.testing.assert_close(probe[f"logits_{depth}_TV"][rows], logits, rtol=1e-4, atol=1e-4)
+    # The next head's training is killed before it has a probe of its own.
+    save_head(tmp_path, {name: tensor + 1 for name, tensor in head.state_dict().items()}, config=head.draft_config(), target={}, made_by={})
+    assert not has_probe(tmp_path)
+    (tmp_path / PROBE).write_bytes(b"half a file")
+    assert not has_probe(tmp_path)

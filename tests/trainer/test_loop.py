@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -87,6 +88,30 @@ def test_a_killed_run_drops_what_it_logged_after_its_last_state(recipe: Any, tmp
     assert all(torch.equal(whole[key], parts[key]) for key in whole)
     steps = [line["step"] for line in read_metrics(tmp_path / "parts" / "metrics.jsonl") if line["split"] == "train"]
     assert steps == sorted(set(steps))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "no json"])
+def test_a_damaged_state_is_named_and_the_one_before_leads_to_the_same_end(recipe: Any, tmp_path: Path, damage: str) -> None:
+    recipe.trainer(tmp_path / "whole").run()
+    recipe.trainer(tmp_path / "parts").run()
+    (tmp_path / "parts" / "head.json").unlink()
+    state = tmp_path / "parts" / "step-000010"
+    shard = state / "shard-00000-of-00001.safetensors"
+    content = bytearray(shard.read_bytes())
+    if damage == "missing":
+        shard.unlink()
+    elif damage == "no json":
+        (state / "state.json").write_text("{")
+    else:
+        content[-1] ^= 1
+        shard.write_bytes(content if damage == "flipped" else content[:-1])
+    with pytest.raises(ValueError, match=f"delete {state} to continue from the state before"):
+        recipe.trainer(tmp_path / "parts")
+    shutil.rmtree(state)
+    recipe.trainer(tmp_path / "parts").run()
+    for name in ("head.safetensors", "step-000010/state.json"):
+        assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert lines_without_time(tmp_path / "whole") == lines_without_time(tmp_path / "parts")
 
 
 def test_a_finished_run_does_nothing_twice(recipe: Any, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def write(folder: Path, step: int) -> Path:
     temporary = begin_state(folder, step)
     held = [{"matrix": cut("matrix", 0, 7), "norm": cut("norm", 3, 5)}, {"matrix": cut("matrix", 7, 12), "norm": cut("norm", 0, 3)}, {}]
     shards = [
-        write_shard(temporary, rank=rank, num_processes=3, pieces=pieces, random={"cpu": torch.tensor([rank])})
+        write_shard(temporary, rank=rank, num_processes=3, pieces=pieces, own={"random/cpu": torch.tensor([rank])})
         for rank, pieces in enumerate(held)
     ]
     return finish_state(temporary, position(step), shards)
@@ -60,8 +60,7 @@ def test_any_stretch_comes_back_whoever_wrote_it(tmp_path: Path) -> None:
                 assert torch.equal(state.read(name, "exp_avg", start=start, stop=stop), 10 * whole[start:stop])
         assert torch.equal(state.weights()[name], whole.view(SHAPES[name]))
     assert torch.equal(state.read("norm", "step", start=1, stop=2), torch.tensor(3.0))
-    ranks = [state.random(rank) for rank in range(4)]
-    assert ranks[3] is None and [int(held["cpu"]) for held in ranks[:3] if held is not None] == [0, 1, 2]
+    assert [{name: int(held) for name, held in state.own(rank).items()} for rank in range(3)] == [{"random/cpu": n} for n in range(3)]
     with pytest.raises(ValueError, match="of another head"):
         state.entries("other")
 
@@ -79,9 +78,23 @@ def test_only_whole_states_count_and_leftovers_go(tmp_path: Path) -> None:
     assert complete_steps(tmp_path) == [1, 3, 4, 5]
 
 
+def test_a_writer_that_was_left_over_does_not_reach_a_new_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process of a run is killed and the run started anew, while another of the old ones still writes its shard."""
+    with monkeypatch.context() as patched:
+        patched.setattr("os.getpid", lambda: 1)
+        old = begin_state(tmp_path, 1)
+    new = begin_state(tmp_path, 1)
+    assert old != new and not old.exists(), "a new state begins where the old one's folder is gone"
+    shard = write_shard(new, rank=1, num_processes=2, pieces={}, own={"sums": torch.zeros(1)})
+    write_shard(old, rank=1, num_processes=2, pieces={}, own={"sums": torch.ones(1)})
+    StateReader(finish_state(new, position(1), [shard])).verify()
+    prune(tmp_path, keep_last=1, keep=set())
+    assert [entry.name for entry in tmp_path.iterdir()] == [folder_name(1)]
+
+
 def test_a_state_is_not_finished_without_all_shards(tmp_path: Path) -> None:
     temporary = begin_state(tmp_path, 1)
-    shards = [write_shard(temporary, rank=rank, num_processes=2, pieces={}, random={"cpu": torch.zeros(1)}) for rank in (0, 1)]
+    shards = [write_shard(temporary, rank=rank, num_processes=2, pieces={}, own={"sums": torch.zeros(1)}) for rank in (0, 1)]
     (temporary / shards[1].name).unlink()  # it lies on the other machine's disk
     with pytest.raises(ValueError, match="where all machines see it"):
         finish_state(temporary, position(1), shards)
@@ -102,6 +115,20 @@ def test_a_flipped_bit_is_found_by_the_process_that_checks_the_shard(tmp_path: P
                 state.verify(rank=rank, num_processes=2)
         else:
             state.verify(rank=rank, num_processes=2)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"format_version": 3}', "other step"])
+def test_a_damaged_document_is_told_with_the_remedy(tmp_path: Path, content: str) -> None:
+    path = write(tmp_path, 1)
+    whole = (path / "state.json").read_text()
+    (path / "state.json").write_text(whole.replace('"step": 1', '"step": 7') if content == "other step" else content)
+    with pytest.raises(ValueError, match=rf"state\.json.*delete {path} to continue from the state before"):
+        StateReader(path)
+    with pytest.raises(ValueError, match=r"state\.json"):
+        check_continues(tmp_path, SETTINGS)
+    (path / "state.json").write_text(whole.replace('"format_version": 3', '"format_version": 2'))
+    with pytest.raises(ValueError, match="expected format_version 3, found 2; train anew"):
+        StateReader(path)
 
 
 def test_other_settings_are_named_with_both_values(tmp_path: Path) -> None:
