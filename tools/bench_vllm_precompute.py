@@ -223,9 +223,9 @@ def report(arguments: argparse.Namespace, timings: dict[str, list[Timing]], resp
         "",
         f"`python tools/bench_vllm_precompute.py {_words(arguments)}`",
         "",
-        f"{made_by['machine']}; {engine.version}, torch {made_by['packages'].get('torch')}, {', '.join(stated['attention'])}, {arguments.dtype}, "
-        f"{'compiled' if arguments.compile else 'eager'}, {arguments.threads} thread(s) per vLLM; target {arguments.target_word}; commit "
-        f"{made_by['git_commit']}.",
+        f"{made_by['machine']}; {engine.version}, torch {made_by['packages'].get('torch')}, {', '.join(stated['attention'])}, "
+        f"{arguments.dtype}, {'compiled' if arguments.compile else 'eager'}, {arguments.threads} thread(s) per vLLM; "
+        f"target {arguments.target_word}; commit {made_by['git_commit']}.",
         "",
         f"{len(responses)} responses, {num_tokens} tokens ({num_answer / num_tokens:.0%} answer tokens), lengths {lengths[0]} to "
         f"{lengths[-1]}, median {lengths[len(lengths) // 2]}; {arguments.repeats} interleaved repeats after one to warm up; medians "

@@ -53,7 +53,8 @@ def _own(device: torch.device) -> torch.device:
     """The device of this kind that is this process': numbered as it is on its machine, from the first again where there are
     fewer devices than processes."""
     local_rank, num_local = local_place()
-    if num_local == 1 or device.index is not None or device.type != _accelerator_type():
+    numbered = ":" in str(device)
+    if num_local == 1 or numbered or device.type != _accelerator_type():
         return device
     return torch.device(device.type, local_rank % torch.accelerator.device_count())
 
