@@ -77,12 +77,9 @@ def batch_size_of(figures: Figures) -> int | None:
 
 def _best_table(table: CostTable, figures: Figures | None) -> Rows:
     """The best draft length by batch size: for each acceptance, and for the head."""
-    if table.drafting:
-        rows = [
-            [f"a = {a}", *_each(table, lambda batch, a=a: best_for_acceptance(a, table=table, batch_size=batch).text)] for a in ACCEPTANCES
-        ]  # type: ignore[misc]
-    else:
-        rows = []
+    rows: list[list[str]] = []
+    for a in ACCEPTANCES if table.drafting else ():
+        rows.append([f"a = {a}", *(best_for_acceptance(a, table=table, batch_size=batch).text for batch in table.batch_sizes)])
     if figures is not None:
         acceptance = figures.measurement.acceptance
         at = {batch: _lengths(figures, table, batch) for batch in table.batch_sizes}

@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mtp_train.acceptance.alike import unlike
 from mtp_train.acceptance.costs import FOLDER, CostTable, read_costs
 from mtp_train.acceptance.report import read_certificate
 from mtp_train.acceptance.report_data import Aim, MarkedAnswer, Measurement, PromptSet, ReportData, TrainedHead, part_from_json
-from mtp_train.acceptance.report_way import way_of
 from mtp_train.checkpoint import WEIGHTS, read_head_config
 from mtp_train.decoding.base import Decoding
 from mtp_train.engine.base import SpeculateRequest
@@ -208,7 +208,7 @@ def collect(out: Path, *, target: Mapping[str, Any], run_folder: Path, aims: Seq
         answers=answers,
         aims=tuple(listed),
         provenance=provenance,
-        notes=tuple(_unlike(measurements)),
+        notes=tuple(unlike(measurements)),
         certificate=read_certificate(out),
         costs=_costs(out, target),
     )
@@ -225,28 +225,3 @@ def _costs(out: Path, target: Mapping[str, Any]) -> tuple[CostTable, ...]:
                 "measure again (tools/measure_costs.py)"
             )
     return found
-
-
-def _unlike(measurements: Sequence[Measurement]) -> Iterator[str]:
-    """A sentence for each table whose heads were not measured alike, since their figures would be read as a comparison."""
-    tables: dict[tuple[str, str], list[Measurement]] = {}
-    for item in measurements:
-        if not item.is_estimate and item.identity is None:
-            tables.setdefault((item.prompt_set, way_of(item.acceptance).text), []).append(item)
-    for (prompt_set, way), items in tables.items():
-        stated = {item.head: _stated(item) for item in items}
-        first = next(iter(stated.values()))
-        for key in first:
-            found = {head: values[key] for head, values in stated.items()}
-            if any(value != first[key] for value in found.values()):
-                said = "not the same" if key == "prompts" else "; ".join(f"{head} {value}" for head, value in found.items())
-                yield f"{prompt_set}, {way}: the heads were not measured alike and cannot be compared; {key}: {said}."
-
-
-def _stated(item: Measurement) -> dict[str, Any]:
-    acceptance = item.acceptance
-    return {
-        "engine": f"{acceptance.measured_by} ({acceptance.engine_version}, {acceptance.dtype})",
-        **{key: acceptance.notes.get(key) for key in ("max_new_tokens", "top_p", "seed", "decoding", "ignore_eos")},
-        "prompts": [(prompt.prompt_id, prompt.num_prompt_tokens) for prompt in acceptance.prompts],
-    }

@@ -1,0 +1,40 @@
+"""Compare the heads of several runs on the same prompts, as one report: python tools/compare_runs.py runs/a runs/b --out runs/comparison
+
+Each RUN is a run's folder, or a report's folder in it. Runs on other targets or other prompts are refused. The page begins with a table
+of all heads and schemes, the fastest first; differences are paired over the same prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="a run's folder (its report/ is read), or a report's folder")
+    parser.add_argument("--out", type=Path, required=True, help="where to write report.json, report.md and index.html")
+    arguments = parser.parse_args()
+
+    from mtp_train.acceptance.report import JSON, print_summary, read_report, write_report
+    from mtp_train.acceptance.report_merge import merge_reports
+
+    folders = [run if (run / JSON).is_file() else run / "report" for run in arguments.runs]
+    names = [(folder.resolve().parent if folder.resolve().name == "report" else folder.resolve()).name for folder in folders]
+    try:
+        if len(set(names)) < len(names):
+            raise ValueError(f"runs: expected folders with names of their own, by which heads are told apart, found {names}")
+        if arguments.out.resolve() in [folder.resolve() for folder in folders]:
+            raise ValueError(f"--out: expected a folder of its own, found that of a run's report, {arguments.out}")
+        data = merge_reports({name: read_report(folder) for name, folder in zip(names, folders, strict=True)})
+        write_report(data, arguments.out)
+    except ValueError as error:
+        print(f"compare_runs: {error}", file=sys.stderr)
+        return 2
+    print_summary(data, arguments.out)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
