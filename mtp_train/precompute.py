@@ -106,9 +106,9 @@ def _write_shards(
     log(f"{num_tokens} tokens to read, in {len(missing)} of {writer.num_shards} shard(s)")
     with progress(desc="precompute", unit="tok", total=num_tokens) as bar, closing(engine.prefill_groups(groups(), settings)) as shards:
         for samples in shards:
-            index = asked.popleft()
+            index = asked[0]
             writer.write_shard(index, samples)
-            work.done(index)
+            work.done(asked.popleft())  # only now: while it is in hand, nobody may be waited for, who might wait for it
             bar.update(sum(len(responses[sample_id].token_ids) for sample_id in writer.sample_ids(index)))
 
 

@@ -161,7 +161,7 @@ class VllmEngine(Engine):
 
     def prefill_groups(self, groups: Iterable[Sequence[Response] | None], settings: PrefillSettings) -> Generator[Iterator[Sample]]:
         checked = self._checked(groups)
-        first = next(checked, None)  # before anything is started
+        first = next((group for group in checked if group is not None), None)  # before anything is started
         if first is None:
             return
         with self.prefill_pool(settings) as pool:
