@@ -122,6 +122,7 @@ def main(cfg: DictConfig) -> None:
     from mtp_train.cache.claim import Claims
     from mtp_train.cache.disk import CacheSize, check_fits
     from mtp_train.cache.format import FORMAT_VERSION, CacheIdentity
+    from mtp_train.cache.growing import write_answer_counts
     from mtp_train.cache.plan import PlannedSample
     from mtp_train.cache.sharing import Work
     from mtp_train.cache.wanted import Mode, Production
@@ -166,6 +167,8 @@ def main(cfg: DictConfig) -> None:
     record(run, stage_name="precompute")  # only now: another run's folder has been refused
     if is_main():
         counts.write(run.out / "skips.json")
+    if cfg.mode != "offline":
+        write_answer_counts(run.out, responses.values(), vocab_size=target.spec.vocab_size)
     production = Production(writer=writer, mode=fit(Mode, cfg.mode, "mode"), max_bytes=max_bytes)
     with Claims(run.out, silence_s=cfg.silence_s) as claims:
         work = Work(writer=writer, claims=claims)

@@ -115,9 +115,10 @@ def _head(
     Errors: ValueError where it reads tapped layers that the cache lacks, cannot be trained with these losses and depths, or
     noise_scale would shake the last hidden state and it does not read that.
     """
-    from mtp_train.target.draft_vocabulary import count_answer_tokens, most_frequent
+    from mtp_train.target.draft_vocabulary import most_frequent
     from mtp_train.target.weights import read_shared
     from mtp_train.trainer.module import compute_dtype
+    from mtp_train.trainer.start import count_answers
 
     shared = read_shared(target.path).to(device=accelerator.device, dtype=compute_dtype(cfg.precision))
     head: Head = build(cfg.head, target_path=target.path, shared=shared, trust_remote_code=target.trust_remote_code)
@@ -127,16 +128,8 @@ def _head(
         raise ValueError(f"noise_scale: expected 0 for a head that reads {instead}, found {cfg.noise_scale}; set noise_scale=0")
     train = train.with_taps(head.target_layer_ids)
     held_out = None if held_out is None else held_out.with_taps(head.target_layer_ids)
-    if head.draft_vocab_size is not None and cfg.mode != "offline":
-        raise ValueError(
-            f"head.draft_vocab_size: expected null with mode={cfg.mode}, found {head.draft_vocab_size}: it is counted over all answers "
-            "before training begins; precompute first, and train with mode=offline"
-        )
     if head.draft_vocab_size is not None:
-        rank, world = accelerator.process_index, accelerator.num_processes
-        own = range(len(train) * rank // world, len(train) * (rank + 1) // world)  # consecutive: each reads its own shards
-        counts_V = count_answer_tokens((train[number] for number in own), vocab_size=target.spec.vocab_size)
-        counts_V = accelerator.reduce(counts_V.to(accelerator.device), "sum").cpu()
+        counts_V = count_answers(train, vocab_size=target.spec.vocab_size, accelerator=accelerator)
         ids_U = most_frequent(counts_V, size=head.draft_vocab_size)
         head.use_draft_ids(ids_U)
         covered, total = int(counts_V[ids_U].sum()), int(counts_V.sum())

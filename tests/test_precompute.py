@@ -28,6 +28,7 @@ from mtp_train.cache.claim import Claims
 from mtp_train.cache.reader import CacheReader
 from mtp_train.cache.sharing import Work
 from mtp_train.cache.wanted import WANTED, Mode, Production, Wanted
+from mtp_train.target.draft_vocabulary import count_answer_tokens
 from mtp_train.trainer.data import Cache, split
 from mtp_train.trainer.supply import Supply, make_order
 
@@ -410,6 +411,18 @@ def test_a_sample_that_was_left_out_takes_its_place_and_counts_nothing(tmp_path:
     assert sample.taps_TLD.shape == source.samples[3].taps_TLD.shape and sample.hidden_TD.dtype == cache[4].hidden_TD.dtype
     pack([cache[2], sample, cache[4]])
     assert torch.equal(cache[4].hidden_TD, source.samples[4].hidden_TD)
+
+
+def test_answers_are_counted_before_there_are_hidden_states(tmp_path: Path) -> None:
+    source = CACHE.Source(CACHE._identity(), LENGTHS)
+    source.write(tmp_path / "cache")
+    responses = [SimpleNamespace(token_ids=sample.token_ids_T.tolist(), loss_mask=sample.loss_mask_T.tolist()) for sample in source.samples]
+    growing.write_answer_counts(tmp_path / "cache", responses, vocab_size=CACHE.VOCAB)
+    cache = growing.GrowingCache(tmp_path / "cache")
+    assert torch.equal(cache.answer_counts(), count_answer_tokens(source.samples, vocab_size=CACHE.VOCAB))
+    (tmp_path / "cache" / growing.ANSWER_COUNTS).write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="expected counts of answer tokens"):
+        cache.answer_counts()
 
 
 def test_a_damaged_shard_is_named_while_the_cache_grows(tmp_path: Path) -> None:

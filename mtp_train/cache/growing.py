@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -16,9 +16,10 @@ from mtp_train.cache.plan import CachePlan
 from mtp_train.cache.reader import check_shard
 from mtp_train.cache.shard import OpenShard
 from mtp_train.cache.wanted import Wanted
-from mtp_train.records import Sample, Teacher
-from mtp_train.runtime import is_main
+from mtp_train.records import Response, Sample, Teacher
+from mtp_train.runtime import atomic_path, is_main
 
+ANSWER_COUNTS = "answer_counts.safetensors"
 # Between two looks whether a file is there, and between two lines that say so.
 _LOOK_S, _SAY_S = 0.2, 60.0
 
@@ -71,6 +72,25 @@ class GrowingCache:
         shard, places = self._shard(self.shards[number])
         place = places.get(self.sample_ids[number])
         return self._left_out(number) if place is None else shard.sample(place)
+
+    def answer_counts(self) -> torch.Tensor:
+        """How often each token stands in the target's own text of all samples, int64 (V,)."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        path = self.path / ANSWER_COUNTS
+        wait_until(path.exists, what=f"{path}, which precompute writes when it begins")
+        try:
+            counts_V = load_file(path)["counts"]
+        except (SafetensorError, KeyError) as error:
+            raise ValueError(
+                f"{path}: expected counts of answer tokens, found {error}; precompute writes it anew when it is started"
+            ) from None
+        if counts_V.shape != (self.identity.vocab_size,):
+            raise ValueError(
+                f"{path}: expected {self.identity.vocab_size} counts, found {tuple(counts_V.shape)}; delete it and start precompute"
+            )
+        return counts_V
 
     def prepare(self, most_bytes: int) -> None:
         """Training reads shards of up to so many bytes at once; to be said before ``expect``."""
@@ -136,6 +156,18 @@ class GrowingCache:
                 log_sum_exp_M=torch.zeros(0),
             ),
         )
+
+
+def write_answer_counts(folder: Path, responses: Iterable[Response], *, vocab_size: int) -> None:
+    """Count the answers' tokens before there are hidden states, for a training that reads them while they are made."""
+    from safetensors.torch import save_file
+
+    counts_V = torch.zeros(vocab_size, dtype=torch.int64)
+    for response in responses:
+        own = [token for token, counts in zip(response.token_ids, response.loss_mask, strict=True) if counts]
+        counts_V += torch.tensor(own, dtype=torch.int64).bincount(minlength=vocab_size)
+    with atomic_path(folder / ANSWER_COUNTS) as temporary:
+        save_file({"counts": counts_V}, temporary)
 
 
 def wait_until(there: Callable[[], bool], *, what: str) -> None:

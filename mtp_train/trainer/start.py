@@ -1,19 +1,38 @@
-"""What a head takes from the data in closed form before its first step, where its ``init`` asks for it."""
+"""What a head takes from the data before its first step: a draft vocabulary, and a start in closed form."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from mtp_train.batch.packing import pack
+from mtp_train.cache.growing import GrowingCache
 from mtp_train.head.base import Head
 from mtp_train.records import Batch
 from mtp_train.runtime import progress
+from mtp_train.target.draft_vocabulary import count_answer_tokens
 from mtp_train.trainer.data import Subset
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 # Tokens read at most: a hundred for each column of the widest projection here, Llama-70B's with 16,384.
 MAX_TOKENS = 1_600_000
+
+
+def count_answers(train: Subset, *, vocab_size: int, accelerator: Accelerator) -> torch.Tensor:
+    """How often each token stands in the answers to train on, int64 (V,), on the CPU; every process counts its share of the samples.
+
+    For a cache that is still made, precompute has counted.
+    """
+    if isinstance(train.cache, GrowingCache):
+        return train.cache.answer_counts()
+    rank, world = accelerator.process_index, accelerator.num_processes
+    own = range(len(train) * rank // world, len(train) * (rank + 1) // world)  # consecutive: each reads its own shards
+    counts_V = count_answer_tokens((train[number] for number in own), vocab_size=vocab_size)
+    return accelerator.reduce(counts_V.to(accelerator.device), "sum").cpu()
 
 
 def start_from_data(head: Head, train: Subset, numbers: Sequence[int], *, device: torch.device) -> None:
