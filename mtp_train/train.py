@@ -6,6 +6,7 @@ if it had not been interrupted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,19 +38,19 @@ def _data(cfg: DictConfig, target: OpenTarget) -> tuple[Subset, Subset | None]:
     mode: Mode = fit(Mode, cfg.mode, "mode")
     expected = {key: value for key, value in target.identity().items() if key != "target_name"}
     expected |= {"hidden_size": target.spec.hidden_size, "vocab_size": target.spec.vocab_size}
-    settings = {"fetch": fit(Fetch, plain(cfg.fetch), "fetch"), "expected": expected}
+    fetch: Fetch = fit(Fetch, plain(cfg.fetch), "fetch")
     cache: Cache
     if cfg.mixture is None:
-        cache = open_cache(cfg.cache, mode=mode, **settings)
+        cache = open_cache(cfg.cache, mode=mode, fetch=fetch, expected=expected)
     elif mode != "offline":
         raise ValueError(f"mode: expected offline with a mixture, found {mode}; precompute the caches first")
     else:
         parts = fit(dict[str, MixturePart], plain(cfg.mixture), "mixture")
-        cache = MixedCache({name: open_cache(part.cache, mode=mode, **settings) for name, part in parts.items()})
+        cache = MixedCache({name: open_cache(part.cache, mode=mode, fetch=fetch, expected=expected) for name, part in parts.items()})
     if cfg.validation.cache is not None:
         if cfg.validation.fraction:
             raise ValueError(f"validation: expected fraction=0 beside a cache of its own, found {cfg.validation.fraction}; set one of them")
-        held_out = open_cache(cfg.validation.cache, mode="offline", **settings)
+        held_out = open_cache(cfg.validation.cache, mode="offline", fetch=fetch, expected=expected)
         return split(cache, fraction=0.0, seed=cfg.seed)[0], split(held_out, fraction=0.0, seed=cfg.seed)[0]
     if mode != "offline" and cfg.validation.decode.every is not None:
         raise ValueError(
@@ -245,7 +246,7 @@ def main(cfg: DictConfig) -> None:
         f"{num_steps} steps of {cfg.packs_per_step} x {cfg.tokens_per_pack} tokens, {plan.fill():.0%} full"
     )
     if not complete_steps(run.out):
-        first = range(len(train))
+        first: Sequence[int] = range(len(train))
         if cfg.shuffle_shards is not None:  # the others may not be there yet
             leading = set(leading_shards(train, plan, num_steps=num_steps))
             first = [number for number in first if train.shards[number] in leading]
@@ -275,7 +276,8 @@ def main(cfg: DictConfig) -> None:
     record(run, stage_name="train")  # only now: settings that do not go together have been refused
     trained = trainer.run()
     if is_main() and (trained or not has_probe(run.out)):
-        samples, numbers = held_out or train, range(min(len(held_out or train), 8))
+        samples = held_out or train
+        numbers: Sequence[int] = range(min(len(samples), 8))
         if held_out is None and cfg.mode != "offline":
             numbers = plan.packs(num_steps - 1)[0][:8]  # those read last are still there
         write_probe(run.out, head_loader(target)(run.out, read_shared(target.path)), [samples[number] for number in numbers])

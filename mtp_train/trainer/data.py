@@ -25,9 +25,10 @@ class Cache(Protocol):
     path: Path
     sample_ids: list[str]
     lengths: list[int]
-    num_loss_tokens: list[int] | None
     shards: list[int]
 
+    @property
+    def num_loss_tokens(self) -> list[int] | None: ...
     @property
     def identity(self) -> CacheIdentity: ...
     @property
