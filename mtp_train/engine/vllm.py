@@ -24,7 +24,7 @@ from mtp_train.engine.base import (
 )
 from mtp_train.engine.stop import stop_token_ids
 from mtp_train.engine.vllm_costs import time_steps
-from mtp_train.engine.vllm_prefill import prefill_groups
+from mtp_train.engine.vllm_prefill import prefill_groups, with_a_token_behind
 from mtp_train.engine.vllm_process import VllmPool
 from mtp_train.engine.vllm_settings import VllmSettings
 from mtp_train.engine.vllm_speculate import acceptance, served_for
@@ -281,19 +281,8 @@ class VllmEngine(Engine):
         return self.logit_gaps([token_ids])[0]
 
     def logit_gaps(self, prefixes: Sequence[Sequence[int]]) -> list[float]:
-        """In one process for all. vLLM's prefill wants a token behind each, which does not matter to it."""
-        asked = [
-            Response(
-                prompt_id=str(number),
-                token_ids=(*token_ids, token_ids[-1]),
-                loss_mask=(*[False] * len(token_ids), True),
-                messages=(),
-                finish_reason="given",
-                category="",
-                source="",
-            )
-            for number, token_ids in enumerate(prefixes)
-        ]
+        """In one process for all."""
+        asked = [with_a_token_behind(str(number), token_ids) for number, token_ids in enumerate(prefixes)]
         gaps = []
         for sample in self.prefill(asked, PrefillSettings(target_layer_ids=(), top_k=2)) if asked else ():
             assert sample.teacher is not None

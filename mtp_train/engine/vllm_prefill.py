@@ -108,3 +108,16 @@ def _sample(response: Response, row_M: torch.Tensor, path: Path, settings: Prefi
         teacher=teacher,
         category=response.category,
     )
+
+
+def with_a_token_behind(name: str, token_ids: Sequence[int]) -> Response:
+    """A response whose prefill gives the distribution behind ``token_ids``: one more token, whichever, as its answer."""
+    return Response(
+        prompt_id=name,
+        token_ids=(*token_ids, token_ids[-1]),
+        loss_mask=(*[False] * len(token_ids), True),
+        messages=(),
+        finish_reason="given",
+        category="",
+        source="",
+    )
