@@ -587,7 +587,7 @@ def test_medusa_and_a_draft_model_go_through_the_same_stages(finished: Run, tmp_
     draft = ["head=draft_model", *(f"head.config.{key}={value}" for key, value in sizes.items())]
     assert "set noise_scale=0" in run.refused("train", *draft, "losses.hidden_l1=0")
     draft += ["noise_scale=0"]
-    assert "set losses.hidden_l1=0 losses.forward_kl=1" in run.refused("train", *draft)
+    assert "set losses.hidden_l1=0 +losses.forward_kl=1.0" in run.refused("train", *draft)
     draft += ["losses.hidden_l1=0", "losses.topk_kl=1.0", "packs_per_step=2"]
     run.ok("train", *draft)
     run.two_ranks("train", *draft, "name=two")

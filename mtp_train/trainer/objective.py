@@ -92,7 +92,7 @@ class Objective:
         if self.needs("hidden"):
             raise ValueError(
                 f"losses.hidden_l1: expected 0 for head={head.word}, whose hidden states are its own and not the target's; "
-                "set losses.hidden_l1=0 losses.forward_kl=1"
+                "set losses.hidden_l1=0 +losses.forward_kl=1.0"
             )
 
     @property

@@ -160,6 +160,18 @@ def test_an_exact_teacher_holds_a_second_projection(planned: Callable[..., Any])
     assert second > plain + 2 * 512 * found.target.vocab_size
 
 
+@pytest.mark.parametrize(("word", "depths"), [("medusa", 5), ("draft_model", 1)])
+def test_parallel_heads_and_draft_models_are_run_as_any_other(planned: Callable[..., Any], word: str, depths: int) -> None:
+    from mtp_train.loss.forward_kl import ForwardKl
+
+    found = planned("llama3_1b", word)
+    objective = replace(OBJECTIVE, terms={"forward_kl": Term(1.0, ForwardKl())}, draft_steps=depths)
+    step = measure_step(found.make_head, objective, shape_of(found.target, num_tokens=1024))
+    assert step.parameters == 4 * found.head.weights.total and step.start == 0
+    assert step.moments[CHUNK][COPIES] == pytest.approx(2 * found.head.weights.num_matrix, rel=0.01)
+    assert step.optimizers["muon"].state < step.optimizers["adamw"].state
+
+
 def test_a_mode_that_is_none_is_refused(planned: Callable[..., Any], steps: dict[str, StepMemory]) -> None:
     with pytest.raises(ValueError, match=r"parallel: expected one of .*'zero3'.*found 'zero4'"):
         process_memory(steps["llama3_70b"], planned("llama3_70b").head, mode="zero4", rule="adamw", num_processes=2, packs_per_process=1)
