@@ -52,6 +52,8 @@ def attend(
     layer_index = module.layer_idx
     assert isinstance(layer_index, int)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    # Under autocast, rotary factors or norms in float32 widen queries and keys; the kernels want all three as the products gave them.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     out_NTH = attention_context.attend(layer_index, query[0], key[0], value[0], scale=scale, window=sliding_window)
     return out_NTH.transpose(0, 1)[None].contiguous(), None
 

@@ -146,6 +146,33 @@ def test_chunked_gradients_are_the_plain_ones(make_head: MakeHead, batch: Batch,
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5 * float(one.abs().max()))
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_in_bfloat16_the_gradients_are_those_of_float32_to_rounding(make_head: MakeHead, batch: Batch, form: str) -> None:
+    """The residual stream stays in float32, as the embedding is; products and attention are narrowed."""
+    packed, found = align(batch, draft_steps=1, need_top=False), []
+    for enabled in (False, True):
+        head = make_head(**FORMS[form])
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            loss = objective()(head, packed, 1.0 / packed.counts_K.float(), measure=False).loss
+        loss.backward()
+        found.append({name: parameter.grad for name, parameter in head.named_parameters()})
+    for name, exact in found[0].items():
+        assert found[1][name].dtype == torch.float32
+        assert float((found[1][name] - exact).norm() / exact.norm()) < 0.1, name
+
+
+def test_activations_computed_again_give_the_same_gradients(make_head: MakeHead, batch: Batch) -> None:
+    packed, found = align(batch, draft_steps=1, need_top=False), []
+    for again in (False, True):
+        head = make_head()
+        if again:
+            head.recompute_activations(depths=False)
+        objective()(head, packed, 1.0 / packed.counts_K.float(), measure=False).loss.backward()
+        found.append({name: parameter.grad for name, parameter in head.named_parameters()})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
+
+
 def test_what_it_cannot_be_trained_with_is_refused(make_head: MakeHead, batch: Batch) -> None:
     head = make_head()
     objective().check(head)

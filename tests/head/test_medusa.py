@@ -171,6 +171,18 @@ def test_chunked_gradients_are_the_plain_ones_the_lm_heads_too(make_head: MakeHe
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5 * float(one.abs().max()))
 
 
+def test_activations_computed_again_give_the_same_gradients(make_head: MakeHead, batch: Batch) -> None:
+    packed, found = align(batch, draft_steps=K, need_top=False), []
+    for again in (False, True):
+        head = make_head(num_layers=2)
+        if again:
+            head.recompute_activations(depths=True)
+        objective()(head, packed, 1.0 / packed.counts_K.float(), measure=False).loss.backward()
+        found.append({name: parameter.grad for name, parameter in head.named_parameters()})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
+
+
 def test_as_many_depths_as_heads_and_no_others(make_head: MakeHead) -> None:
     objective(terms={"hidden_l1": Term(1.0, HiddenL1())}).check(make_head())
     with pytest.raises(
