@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from mtp_train.batch.shift import own_rows, rows_of_depths
 from mtp_train.head.base import ParallelHead
-from mtp_train.nn.least_squares import RIDGE, LeastSquares
+from mtp_train.nn.least_squares import RIDGE, LeastSquares, before_silu
 from mtp_train.records import Batch, DraftStep
 from mtp_train.target.weights import SharedWeights
 
@@ -41,9 +41,10 @@ class Medusa(ParallelHead):
 
     ``own_lm_heads``: each head trains an lm_head of its own, which begins as the target's, as in the paper; False: all speak
     through the target's, which stays as it is, so that a head has D x D weights and not V x D more.
-    ``init``: ``zeros``, the paper's: at first each head repeats what the target says about x_{i+1}. ``least_squares``, with
-    lm_heads of their own: each begins as the target's behind the linear map from h_i to h_{i+1+k} that fits the training data
-    best. Nothing is drawn, and nothing of the target but its shared weights is read (``target_path``, ``trust_remote_code``).
+    ``init``: ``zeros``, the paper's: at first each head repeats what the target says about x_{i+1}. ``least_squares``: what of h_i
+    tells most of h_{i+1+k}, fitted to the training data. Through the target's lm_head, W is the linear map to what SiLU would
+    have to be given to add the difference; an lm_head of its own begins as the target's behind the linear map from one state to
+    the other. Nothing is drawn, and nothing of the target but its shared weights is read (``target_path``, ``trust_remote_code``).
     """
 
     word = "medusa"
@@ -66,11 +67,6 @@ class Medusa(ParallelHead):
                 raise ValueError(f"head.{name}: expected at least 1, found {value}")
         if init not in get_args(Init):
             raise ValueError(f"head.init: expected one of {get_args(Init)}, found {init!r}")
-        if init == "least_squares" and not own_lm_heads:
-            raise ValueError(
-                "head.init: expected zeros where the heads speak through the target's lm_head, found least_squares, which fits "
-                "lm_heads of their own; set head.own_lm_heads=true or head.init=zeros"
-            )
         self.init: Init = init
         vocab_size, size = shared.lm_head_VD.shape
         self.blocks = nn.ModuleList([ResidualBlock(size=size, num_layers=num_layers) for _ in range(num_heads)])
@@ -123,15 +119,19 @@ class Medusa(ParallelHead):
         return self.init == "least_squares"
 
     def start(self, batches: Iterable[Batch]) -> None:
-        """Fit the maps from h_i to h_{i+2} .. h_{i+1+heads} over the bases that the last head counts, in one system, and put each
-        into its lm_head."""
-        assert self.lm_heads is not None
+        """Fit all heads in one system, over the bases that the last one counts."""
         lm_head_VD = self.shared.lm_head_VD
         size = lm_head_VD.shape[1]
         system = LeastSquares(num_inputs=size, num_outputs=self.num_ahead * size, device=lm_head_VD.device)
         for batch in batches:
             base_M, teachers = rows_of_depths(batch, num_depths=self.num_ahead)
-            system.add(batch.hidden_TD[base_M], torch.cat([batch.hidden_TD[teacher_M] for teacher_M in teachers], dim=1))
-        maps = system.solve(ridge=RIDGE).split(size)
-        for lm_head, map_DD in zip(self.lm_heads, maps, strict=True):
-            lm_head.get_parameter("weight").data.copy_(lm_head_VD.float() @ map_DD)
+            hidden_MD = batch.hidden_TD[base_M].float()
+            wanted = [batch.hidden_TD[teacher_M].float() for teacher_M in teachers]
+            if self.lm_heads is None:
+                wanted = [before_silu(next_MD - hidden_MD) for next_MD in wanted]
+            system.add(hidden_MD, torch.cat(wanted, dim=1))
+        for number, map_DD in enumerate(system.solve(ridge=RIDGE).split(size)):
+            if self.lm_heads is None:
+                self.blocks[number].get_parameter("layers.0.weight").data.copy_(map_DD)
+            else:
+                self.lm_heads[number].get_parameter("weight").data.copy_(lm_head_VD.float() @ map_DD)

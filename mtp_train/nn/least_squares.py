@@ -44,3 +44,18 @@ def before_norm(hidden_MD: torch.Tensor, *, weight_D: torch.Tensor, eps: float) 
     """Rows that an RMSNorm with these weights turns into ``hidden_MD``; of the many, those with a mean square of 1."""
     directions_MD = torch.where(weight_D == 0, 0.0, hidden_MD / weight_D)
     return functional.rms_norm(directions_MD, directions_MD.shape[-1:], eps=eps)
+
+
+# SiLU falls to -0.278 at -1.278 and is flat there: what it should give is cut where it is still steep enough to be told apart.
+_LEAST_SILU = -0.2689  # its value at -1
+
+
+def before_silu(wanted: torch.Tensor) -> torch.Tensor:
+    """Numbers of at least -1 that SiLU turns into ``wanted``, or into the nearest that it can give: Newton's method from above,
+    where SiLU is convex."""
+    wanted = wanted.clamp_min(_LEAST_SILU)
+    x = torch.where(wanted > 0, wanted + 0.5, 0.0)
+    for _ in range(12):
+        gate = x.sigmoid()
+        x = x - (x * gate - wanted) / (gate * (1 + x * (1 - gate)))
+    return x
