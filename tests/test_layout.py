@@ -29,6 +29,7 @@ ORDER = (
     ("decoding", "exporter"),
     ("engine", "trainer"),
     ("planning", "ablation"),
+    ("advising",),
     ("stage",),
     VERBS,
 )

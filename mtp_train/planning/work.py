@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
+from mtp_train.acceptance.speedup import BLOCK_ROWS, padded_rows
 from mtp_train.planning.hardware import Hardware
 from mtp_train.planning.memory import MODES
 from mtp_train.planning.sizes import HeadSizes, TargetSizes
@@ -118,15 +119,32 @@ def engine_layouts(target: TargetSizes, hardware: Hardware, assume: Assumptions,
     return layouts
 
 
+class DecodeRates(Protocol):
+    """What ``decode_step_s`` needs of ``Assumptions``."""
+
+    @property
+    def decode_compute(self) -> float: ...
+
+    @property
+    def decode_memory(self) -> float: ...
+
+    @property
+    def weight_bytes(self) -> float: ...
+
+    @property
+    def kv_bytes(self) -> float: ...
+
+
 def decode_step_s(
-    target: TargetSizes, hardware: Hardware, assume: Assumptions, layout: EngineLayout, *, batch_size: float, tokens: int, context: float
+    target: TargetSizes, hardware: Hardware, assume: DecodeRates, *, tensor_parallel: int, batch_size: float, tokens: float, context: float
 ) -> tuple[float, str]:
     """Seconds of one forward over ``tokens`` new tokens of each of ``batch_size`` sequences, and what bounds it: reading weights and
-    KV cache, or the products (the roofline)."""
-    rows, parallel = batch_size * tokens, layout.tensor_parallel
+    KV cache, or the products (the roofline), whose rows a GPU computes in blocks."""
+    rows, parallel = batch_size * tokens, tensor_parallel
     weights = (target.layers.num_read(rows) + target.num_lm_head) * assume.weight_bytes / parallel
     kv = batch_size * context * target.num_kv / min(parallel, target.num_kv_parts) * assume.kv_bytes
-    products = 2 * rows * (target.layers.num_active + target.num_lm_head)
+    product_rows = padded_rows(rows, block=BLOCK_ROWS) if hardware.kind == "gpu" else rows
+    products = 2 * product_rows * (target.layers.num_active + target.num_lm_head)
     attention = rows * context * target.attention_flops * target.num_layers
     memory_s = (weights + kv) / (hardware.memory_bytes_per_s * assume.decode_memory)
     compute_s = (products + attention) / parallel / (hardware.flops_per_s * assume.decode_compute)
@@ -147,7 +165,9 @@ def regenerate_work(
         batch = min(layout.batch_size, max(1.0, work.num_tokens / work.mean_length_tokens / layout.num_copies))
         if layout.batch_size == 0:
             continue
-        step_s, bound_by = decode_step_s(target, hardware, assume, layout, batch_size=batch, tokens=1, context=context)
+        step_s, bound_by = decode_step_s(
+            target, hardware, assume, tensor_parallel=layout.tensor_parallel, batch_size=batch, tokens=1, context=context
+        )
         write_s = answer_tokens / (batch * layout.num_copies) * step_s
         read_s = read_flops / (hardware.flops_per_s * hardware.num_devices * assume.prefill)
         parts = {"reading prompts": read_s, "writing answers": write_s}
@@ -214,8 +234,12 @@ def evaluate_work(
     batch = min(batch_size, layout.batch_size, work.num_eval_prompts)
     context, tokens = float(work.mean_length_tokens), work.num_eval_prompts * work.max_new_tokens
     verified = work.num_speculative_tokens + 1
-    plain_s, bound_by = decode_step_s(target, hardware, assume, layout, batch_size=batch, tokens=1, context=context)
-    verify_s, _ = decode_step_s(target, hardware, assume, layout, batch_size=batch, tokens=verified, context=context)
+    plain_s, bound_by = decode_step_s(
+        target, hardware, assume, tensor_parallel=layout.tensor_parallel, batch_size=batch, tokens=1, context=context
+    )
+    verify_s, _ = decode_step_s(
+        target, hardware, assume, tensor_parallel=layout.tensor_parallel, batch_size=batch, tokens=verified, context=context
+    )
     parts = {"without drafts": tokens / batch * plain_s, "with drafts": tokens / work.acceptance_length / batch * verify_s}
     per_token = 2 * (target.layers.num_active + target.num_lm_head) + _attention(target, context)
     flops = tokens * per_token * (1 + verified / work.acceptance_length)

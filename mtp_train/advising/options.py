@@ -1,0 +1,225 @@
+"""Every way of decoding that the reports measured, at every draft length, with what it is expected to be worth for a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mtp_train.acceptance.costs import CostTable, Shape
+from mtp_train.acceptance.expected import Expected, break_even, expected_lengths
+from mtp_train.acceptance.interval import Interval
+from mtp_train.acceptance.report_data import ReportData
+from mtp_train.acceptance.report_summary import Figures, summarise
+from mtp_train.acceptance.report_way import NO_HEAD
+from mtp_train.advising.workload import Serve, Workload
+from mtp_train.records import PromptAcceptance
+
+# What each engine can be told to do; SGLang's trees are EAGLE-2's.
+_SERVES: Mapping[Serve, tuple[str, ...]] = {
+    "vllm": ("chain", "prompt_lookup"),
+    "sglang": ("chain", "dynamic_tree", "prompt_lookup"),
+    "hf": ("chain", "eagle_tree", "dynamic_tree", "medusa_tree", "prompt_lookup", "lookahead"),
+}
+TableOf = Callable[[str, str | None], CostTable]
+
+
+class Family(NamedTuple):
+    """What is the same for all draft lengths of an option."""
+
+    run: str
+    head: str
+    decoding: str
+    drafted: str
+    draft_sampling: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A family cut at a draft length. ``measured`` are what it was counted on, one measurement or the two around the workload's
+    temperature; ``batch_size`` the sequences at which ``speedup`` (over plain decoding, at its own best number of sequences
+    where throughput is the goal) is expected."""
+
+    family: Family
+    num_speculative_tokens: int
+    shape: Shape
+    tokens: Interval
+    speedup: Interval
+    batch_size: int
+    served: bool
+    measured: tuple[Figures, ...] = field(repr=False)
+    table: CostTable = field(repr=False)
+
+    @property
+    def is_established(self) -> bool:
+        """Whether it is expected to be faster with its whole interval."""
+        return self.speedup.low is not None and self.speedup.low > 1
+
+    @property
+    def text(self) -> str:
+        """``mtp, chain, K = 3, greedy drafts``."""
+        family, k = self.family, self.num_speculative_tokens
+        drafts = "" if family.decoding in NO_HEAD else f", {family.draft_sampling} drafts"
+        if family.decoding in ("chain", "prompt_lookup"):
+            return f"{family.head}, {family.decoding.replace('_', ' ')}, K = {k}{drafts}"
+        return f"{family.head}, {family.decoding}, depth {k}, {self.shape.num_verified - 1} nodes{drafts}"
+
+
+class Found(NamedTuple):
+    """All options, the fastest first, and why each family that is none of them is not."""
+
+    options: list[Option]
+    left_out: list[str]
+
+
+def find_options(reports: Mapping[str, ReportData], workload: Workload, *, table_of: TableOf) -> Found:
+    """``table_of(run, head)`` gives the costs for a head (None: a scheme without one), or raises what is missing.
+
+    Errors: ValueError where nothing that was measured fits the workload; it says of each why.
+    """
+    options: list[Option] = []
+    left_out: list[str] = []
+    for family, by_temperature in _families(reports, workload).items():
+        try:
+            options += _options(family, by_temperature, workload, table_of=table_of)
+        except ValueError as fault:
+            left_out.append(f"{family.head}, {family.drafted}, {family.draft_sampling} drafts ({family.run}): {fault}")
+    if not options:
+        raise ValueError(
+            "advise: expected something measured that fits the workload, found nothing:\n" + "\n".join(f"  {text}" for text in left_out)
+        )
+    return Found(sorted(options, key=lambda option: -option.speedup.value), left_out)
+
+
+def _families(reports: Mapping[str, ReportData], workload: Workload) -> dict[Family, dict[float, Figures]]:
+    """What was measured, by family and temperature; of several engines the one that serves."""
+    found: dict[Family, dict[float, Figures]] = {}
+    for run, data in reports.items():
+        name = workload.prompt_set or data.prompt_sets[0].name
+        if name not in [prompt_set.name for prompt_set in data.prompt_sets]:
+            raise ValueError(
+                f"workload.prompt_set: expected one that {run} measured ({', '.join(s.name for s in data.prompt_sets)}), found {name!r}"
+            )
+        for section in summarise(data).sections:
+            if section.prompt_set.name != name:
+                continue
+            for figures in section.measured:
+                way = section.way
+                family = Family(run, figures.head, way.decoding, way.drafted, way.draft_sampling)
+                here = found.setdefault(family, {})
+                if way.temperature not in here or figures.measurement.acceptance.measured_by == workload.serve:
+                    here[way.temperature] = figures
+    # At temperature 0 drafts that are drawn are the most probable ones: what greedy drafts measured there holds for both.
+    for family, by_temperature in found.items():
+        greedy = found.get(family._replace(draft_sampling="greedy"), {})
+        if family.draft_sampling == "probabilistic" and 0.0 in greedy:
+            by_temperature.setdefault(0.0, greedy[0.0])
+    return found
+
+
+def _options(family: Family, by_temperature: Mapping[float, Figures], workload: Workload, *, table_of: TableOf) -> list[Option]:
+    if workload.temperature == 0 and family.draft_sampling == "probabilistic":
+        raise ValueError("at temperature 0 they are greedy drafts")
+    around = _around(sorted(by_temperature), workload.temperature)
+    measured = tuple(by_temperature[temperature] for temperature in around)
+    table = table_of(family.run, None if family.decoding in NO_HEAD else family.head)
+    at = _batch_sizes(table, workload)
+    best: dict[int, tuple[Expected, int, float]] = {}
+    plain = max(batch / table.verify_s(batch, 1) for batch in at)
+    for batch in at:
+        share = batch / table.verify_s(batch, 1) / plain  # 1 where the number of sequences is given
+        for item in _between(measured, around, workload, table, batch):
+            gain = item.speedup.value * share
+            if (
+                item.num_speculative_tokens not in best
+                or gain > best[item.num_speculative_tokens][0].speedup.value * best[item.num_speculative_tokens][2]
+            ):
+                best[item.num_speculative_tokens] = (item, batch, share)
+    return [
+        Option(
+            family=family,
+            num_speculative_tokens=k,
+            shape=item.shape,
+            tokens=item.tokens,
+            speedup=Interval(*(None if value is None else value * share for value in item.speedup)),  # type: ignore[arg-type]
+            batch_size=batch,
+            served=family.decoding in _SERVES[workload.serve],
+            measured=measured,
+            table=table,
+        )
+        for k, (item, batch, share) in best.items()
+    ]
+
+
+def _around(temperatures: Sequence[float], wanted: float) -> tuple[float, ...]:
+    """The temperature itself where it was measured, else the two next to it."""
+    if wanted in temperatures:
+        return (wanted,)
+    below, above = [t for t in temperatures if t < wanted], [t for t in temperatures if t > wanted]
+    if not below or not above:
+        said = ", ".join(f"{t:g}" for t in temperatures)
+        raise ValueError(
+            f"measured at temperature {said}, which does not reach {wanted:g}; evaluate at yours "
+            f"(ways.sampled.temperature={wanted:g}), or with failure_mode=[project] up to 1.5"
+        )
+    return max(below), min(above)
+
+
+def _batch_sizes(table: CostTable, workload: Workload) -> list[int]:
+    """The number of sequences, or all up to it that were timed where their number is free to choose."""
+    if workload.goal == "latency":
+        return [workload.concurrency]
+    return sorted({*(batch for batch in table.batch_sizes if batch <= workload.concurrency), workload.concurrency})
+
+
+def _between(
+    measured: Sequence[Figures], around: Sequence[float], workload: Workload, table: CostTable, batch_size: int
+) -> Iterable[Expected]:
+    """Expected at the workload's temperature: between two that were measured a straight line, within both their intervals."""
+    found = [
+        expected_lengths(
+            figures.measurement.acceptance,
+            table=table,
+            batch_size=batch_size,
+            prompts=workload.of(figures.measurement.acceptance.prompts),
+        )
+        for figures in measured
+    ]
+    if len(found) == 1:
+        return found[0]
+    part = (workload.temperature - around[0]) / (around[1] - around[0])
+    return [
+        cold._replace(tokens=_mixed(cold.tokens, hot.tokens, part), speedup=_mixed(cold.speedup, hot.speedup, part))
+        for cold, hot in zip(*found, strict=False)
+        if cold.shape == hot.shape
+    ]
+
+
+def _mixed(first: Interval, second: Interval, part: float) -> Interval:
+    lows, highs = (first.low, second.low), (first.high, second.high)
+    return Interval(
+        first.value * (1 - part) + second.value * part,
+        None if None in lows else min(low for low in lows if low is not None),
+        None if None in highs else max(high for high in highs if high is not None),
+    )
+
+
+def prompts_of(option: Option, workload: Workload) -> list[list[PromptAcceptance]]:
+    """The workload's prompts in each measurement that an option stands on."""
+    return [workload.of(figures.measurement.acceptance.prompts) for figures in option.measured]
+
+
+def break_even_of(option: Option, workload: Workload) -> float | None:
+    """The number of sequences up to which the option is expected to be faster than plain decoding at as many: the smaller where it
+    stands on two measurements; None: at all that were timed, 0: at none."""
+    found = [
+        break_even(prompts, shape=option.shape, depth=option.num_speculative_tokens, table=option.table)
+        for prompts in prompts_of(option, workload)
+    ]
+    return min((value for value in found if value is not None), default=None)
+
+
+def lengths_at(option: Option, workload: Workload, batch_size: int) -> list[Expected]:
+    """The option's family at every draft length with so many sequences. ValueError where that was not timed."""
+    around = [figures.measurement.acceptance.temperature for figures in option.measured]
+    return list(_between(option.measured, around, workload, option.table, batch_size))
