@@ -651,3 +651,46 @@ def test_the_estimate_s_head_is_where_the_engine_is(finished: Run, monkeypatch: 
     head = evaluate._loader(target, engine)(finished.folder / "checkpoint" / "mtp")
     assert {parameter.device.type for parameter in head.parameters()} == {"meta"}
     assert (given[0].embedding_VD.device.type, given[0].lm_head_VD.device.type) == ("meta", "meta")
+
+
+def test_costs_and_the_failure_mode_lead_to_advice(finished: Run, tmp_path: Path) -> None:
+    """A step's costs are timed, the report takes them up with temperature 1.5 beside, and advise answers from both."""
+    out, shell = tmp_path / "run" / "report", finished.shell
+    target = ["--target", "local", f"path={finished.target}", "name=tiny", "--run", str(finished.folder), "--out", str(out)]
+    cells = [
+        "--batch-sizes",
+        "1",
+        "4",
+        "--num-tokens",
+        "1",
+        "2",
+        "4",
+        "--draft-lengths",
+        "1",
+        "3",
+        "--context-tokens",
+        "16",
+        "--num-repeats",
+        "3",
+    ]
+    timed = shell.wait(shell.start("tools.measure_costs", ["--name", "mtp", *target, *cells, "dtype=float32"]))
+    assert timed.code == 0, timed.stderr[-3000:]
+    assert f"costs: {out}/costs/hf.mtp.json" in timed.stdout and "a draft step" in timed.stdout
+    refused = shell.wait(shell.start("tools.measure_costs", ["--name", "mtp", *target, "no_such=1"]))
+    assert refused.code == 2 and "no_such=1" in refused.stderr and "Traceback" not in refused.stderr
+
+    said = finished.ok("evaluate", f"out={out}", "failure_mode=[project]", "identity.num_prompts=0", "batch_size=4", "engine.batch_size=4")
+    assert "sampled at temperature 1.5, drafts probabilistic" in said
+    page = (out / "index.html").read_text(encoding="utf-8")
+    assert "Where drafts stop being taken" in page and "greedy drafts, temperature 1.5 less 0" in page
+    assert "What a step costs, and the best K" in page and "Speed-up by draft length, 4 sequences" in page
+
+    words = [f"runs=[{out.parent}]", f"out={tmp_path}/advice", "workload.temperature=1.2", "workload.concurrency=3"]
+    missing = shell.wait(shell.start("mtp_train.advise", words))
+    assert missing.code == 2 and f"run tools/measure_costs.py --run {out.parent} --name mtp --engine vllm" in missing.stderr
+    done = shell.wait(shell.start("mtp_train.advise", [*words, "costs=hf"]))
+    assert done.code == 0, done.stderr[-3000:]
+    advice = json.loads((tmp_path / "advice" / "advice.json").read_text(encoding="utf-8"))
+    assert {option["draft_sampling"] for option in advice["options"]} == {"greedy", "probabilistic"}
+    assert {option["sequences"] for option in advice["options"]} == {3} and advice["answer"] in " ".join(done.stdout.split())
+    assert "## When to fall back" in (tmp_path / "advice" / "advice.md").read_text(encoding="utf-8")

@@ -1,0 +1,86 @@
+"""The verb over made-up reports: an answer on the terminal, as JSON and as a page; what is missing is named with the remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtp_train.acceptance.costs import write_costs
+from mtp_train.acceptance.report import write_report
+
+ROOT = Path(__file__).resolve().parents[2]
+Make = Callable[..., Any]
+
+pytestmark = pytest.mark.timeout(900)  # on a machine that may be busy
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mtp_train.advise", *words]
+    return subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+
+
+def test_an_answer_from_two_runs(acceptance: Make, report: Make, table: Make, tmp_path: Path) -> None:
+    for name, rate in (("good", 0.8), ("poor", 0.2)):
+        write_report(report(acceptance(rate)), tmp_path / name / "report")
+        write_costs(table(), tmp_path / name / "report")
+    out, runs = tmp_path / "advice", f"runs=[{tmp_path}/poor,{tmp_path}/good/report]"
+    done = run(runs, "costs=hf", f"out={out}", "workload.categories=[coding]")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((out / "advice.json").read_text(encoding="utf-8"))
+    assert found["recommended"]["run"] == f"{tmp_path}/good/report" and found["recommended"]["num_speculative_tokens"] == 4
+    assert found["answer"] in " ".join(done.stdout.split())
+    assert found["flags"][0]["engine"] == "vllm" and f"run={tmp_path}/good name=mtp exporter=vllm" in found["flags"][0]["notes"][0]
+    assert (out / "advice.md").read_text(encoding="utf-8").startswith("# How to decode: tiny")
+
+    crowd = run(runs, "costs=hf", "workload.concurrency=16", "workload.categories=[writing]")
+    assert crowd.returncode == 0 and "Plain decoding: no drafts." in crowd.stdout and "vllm serve tiny" in crowd.stdout
+
+
+def test_what_is_missing_or_does_not_fit_is_said(acceptance: Make, report: Make, table: Make, tmp_path: Path) -> None:
+    data = report(acceptance(0.8))
+    write_report(data, tmp_path / "one" / "report")
+    one = f"runs=[{tmp_path}/one]"
+    write_report(dataclasses.replace(data, target={**data.target, "fingerprint": "0" * 64}), tmp_path / "two" / "report")
+    write_costs(table(device="NVIDIA H200"), tmp_path / "two" / "report")
+    cases = {
+        (): "runs: expected the folders of one run or more",
+        (one,): "costs: expected times of vllm for mtp, found none",
+        (f"runs=[{tmp_path}/one,{tmp_path}/two]",): "runs: expected reports on one target",
+        (f"runs=[{tmp_path}/two]", "costs=hf"): "found those of tiny",
+        (one, "costs=guessed"): "costs: expected hf, vllm (measured there) or modelled, found guessed",
+        (f"runs=[{tmp_path}/none]",): "expected a file, found nothing there",
+    }
+    for words, said in cases.items():
+        done = run(*words)
+        assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, (words, done.stderr)
+    write_costs(table(device="NVIDIA H200"), tmp_path / "one" / "report")
+    done = run(one, "costs=hf")
+    assert done.returncode == 2 and "expected times taken on a cpu (hardware=2cpu), found NVIDIA H200" in done.stderr
+
+
+def test_modelled_costs_are_those_of_the_reports_target(acceptance: Make, report: Make, workload: Make) -> None:
+    from omegaconf import OmegaConf
+
+    from mtp_train import advise
+    from mtp_train.planning.hardware import Hardware
+    from mtp_train.stage import conf_dir, load_word
+
+    conf = OmegaConf.load(conf_dir() / "advise.yaml")
+    cfg = OmegaConf.create({**{key: conf[key] for key in ("assume", "context_tokens")}, "target": load_word("target", "smollm2_135m")})
+    hardware = Hardware.read(load_word("hardware", "1xh200"))
+    data = report(acceptance(0.8))
+    with pytest.raises(ValueError, match=r"target: expected the reports' tiny \(.*'hidden_size': 64"):
+        advise._modelled_tables(cfg, {"run": data}, workload(), hardware=hardware)
+    sizes = {"hidden_size": 576, "num_layers": 30, "vocab_size": 49152}
+    known = dataclasses.replace(data, target={**data.target, **sizes})
+    table = advise._modelled_tables(cfg, {"run": known}, workload(concurrency=4), hardware=hardware)("run", "mtp")
+    assert table.source == "modelled" and table.batch_sizes == [1, 2, 4, 8, 16, 32] and table.head == "mtp"
+    assert table.verify_s(1, 4) == table.verify_s(1, 1), "one sequence's few tokens wait for memory"
