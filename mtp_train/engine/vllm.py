@@ -100,9 +100,10 @@ class VllmEngine(Engine):
         tap_draft: bool = False,
         time_steps: bool = False,
     ) -> VllmPool:
+        probe = target_layer_ids is not None or tap_draft or time_steps
         return VllmPool(
             llm=llm,
-            environments=[self.settings.environment(index, probe=target_layer_ids is not None or tap_draft) for index in range(copies)],
+            environments=[self.settings.environment(index, probe=probe) for index in range(copies)],
             target_layer_ids=target_layer_ids,
             tap_draft=tap_draft,
             time_steps=time_steps,

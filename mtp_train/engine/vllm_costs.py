@@ -70,6 +70,7 @@ def time_steps(settings: VllmSettings, draft: Path | None, asked: CostsAsked, *,
         "attention": device[1],
         "flags": settings.llm(drawn=False),
         "rule": "greedy",
+        "model runner": "V1, whose proposer can be given drafts",
         "drafting": "a whole step with the head, less verifying",
     }
     return StepTimes(tuple(verify), tuple(drafting), device[0], notes)
