@@ -104,7 +104,7 @@ def main() -> int:
     from mtp_train.acceptance.costs import read_costs
     from mtp_train.acceptance.report_costs import cells_table
 
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160)
     for table in read_costs(path.parent.parent):
         _, columns, rows = cells_table(table)
         shown = Table(title=Text(table.label), title_justify="left")
