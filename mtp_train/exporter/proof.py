@@ -20,6 +20,9 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 _PERTURBED_TOKENS, _PERTURBED_DEPTHS, _LEAST_TOKENS = 24, 2, 4  # depths: and as many as there are blocks
 # A tensor counts only if moving it moves some logit by this share of the largest one; float32 rounding stays below.
 _MATTERS = 1e-5
+# Noise on a tensor: half its own size and at least this, since a tensor that begins at zero has a size of its learning rate after a
+# few steps. Where the rest of the graph drowns it, so many times as much.
+_LEAST_NOISE, _LOUDER = 0.1, (1.0, 30.0, 1000.0)
 
 LogitsOf = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 
@@ -153,31 +156,44 @@ def compare(what: str, *, expected: torch.Tensor, found: torch.Tensor, tolerance
     return difference
 
 
-def perturbed(tensor: torch.Tensor, *, seed: int) -> torch.Tensor:
-    """The tensor with noise of half its own size (of 0.1 where it is all zeros), drawn from ``seed``. Integers are the offsets of a
-    draft vocabulary: the last two of its tokens change places."""
+def perturbed(tensor: torch.Tensor, *, seed: int, loudness: float = 1.0) -> torch.Tensor:
+    """The tensor with noise of half its own size and at least 0.1, times ``loudness``, drawn from ``seed``. Integers are the offsets
+    of a draft vocabulary: the last two of its tokens change places."""
     if not tensor.is_floating_point():
         return torch.cat([tensor[:-2], tensor[-1:] + 1, tensor[-2:-1] - 1])
     generator = torch.Generator().manual_seed(seed)
     size = float(tensor.float().square().mean().sqrt())
-    noise = torch.randn(tensor.shape, generator=generator) * (0.5 * size or 0.1)
+    noise = torch.randn(tensor.shape, generator=generator) * max(0.5 * size, _LEAST_NOISE) * loudness
     return (tensor.float() + noise).to(tensor.dtype)
 
 
 def every_tensor_matters(tensors: Mapping[str, torch.Tensor], logits_of: LogitsOf) -> dict[str, float]:
-    """How far each tensor, perturbed alone, moves the logits (as a share of the largest).
+    """How far each tensor, perturbed alone, moves the logits (as a share of the largest). One that moves nothing only because
+    another is still zero, as both branches of a layer are before the first step, is perturbed beside all others.
 
-    ``logits_of`` computes logits from all tensors. Errors: ValueError where one moves nothing: a file with such a tensor
-    says less than it seems to, and an engine that ignores it would not be noticed.
+    ``logits_of`` computes logits from all tensors. Errors: ValueError where even large noise on one moves nothing: a file with
+    such a tensor says less than it seems to, and an engine that ignores it would not be noticed.
     """
     plain = logits_of(tensors)
-    moved: dict[str, Any] = {}
-    for index, name in enumerate(tensors):
-        other = logits_of({**tensors, name: perturbed(tensors[name], seed=index)})
-        moved[name] = _apart(plain, other)
-        if not moved[name] > _MATTERS:
+    moved = {
+        name: _apart(plain, logits_of({**tensors, name: perturbed(tensor, seed=index)}))
+        for index, (name, tensor) in enumerate(tensors.items())
+    }
+    silent = [name for name, effect in moved.items() if not effect > _MATTERS]
+    if not silent:
+        return moved
+    around = {name: perturbed(tensor, seed=index) for index, (name, tensor) in enumerate(tensors.items())}
+    plain = logits_of(around)
+    for index, name in enumerate(silent, start=len(tensors)):
+        for loudness in _LOUDER:
+            other = logits_of({**around, name: perturbed(around[name], seed=index, loudness=loudness)})
+            moved[name] = _apart(plain, other)
+            if moved[name] > _MATTERS:
+                break
+        else:
             raise ValueError(
-                f"export: expected every tensor to change the logits, found that {name} does not; it is not part of this graph"
+                f"export: expected every tensor to change the logits, found that {name} does not, with noise {_LOUDER[-1]:g} times "
+                "its own size and all others changed too; it is not part of this graph"
             )
     return moved
 

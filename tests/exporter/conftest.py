@@ -22,16 +22,20 @@ ON = {"embed": True, "hidden": True, "input": True, "output": True, "feedback": 
 OFF = dict.fromkeys(ON, False)
 
 
-def build_head(target: Path, *, word: str, seed: int = 0, **changes: Any) -> PairHead:
-    """A random head by its yaml's settings, all of its tensors moved away from where they start."""
+def untouched_head(target: Path, *, word: str, seed: int = 0, **changes: Any) -> PairHead:
+    """A head by its yaml's settings, random unless ``init`` says otherwise, as it is built."""
     settings: dict[str, Any] = {
         "mtp": {"norms": ON, "column_order": "hidden_embed", "zero_first_embedding": True},
         "eagle": {"norms": OFF, "column_order": "embed_hidden", "zero_first_embedding": False},
     }[word]
     kind = {"mtp": Mtp, "eagle": Eagle}[word]
-    head = kind(
-        target_path=target, shared=read_shared(target), init="random", seed=seed, trust_remote_code=False, **{**settings, **changes}
-    ).eval()
+    settings |= {"init": "random", "seed": seed, **changes}
+    return kind(target_path=target, shared=read_shared(target), trust_remote_code=False, **settings).eval()
+
+
+def build_head(target: Path, *, word: str, seed: int = 0, **changes: Any) -> PairHead:
+    """A random head by its yaml's settings, all of its tensors moved away from where they start."""
+    head = untouched_head(target, word=word, seed=seed, **changes)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in head.parameters():
