@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -20,6 +21,10 @@ settings ({primary}):
 {settings}
 also: --cfg job prints all settings as they would be used and runs nothing; --info config says where each comes from;
 --multirun sweeps. MTP_TRAIN_TRACEBACK=1 shows where an error was found."""
+
+
+# The words that this process' stage was started with, as they were typed.
+_typed: list[str] = []
 
 
 def conf_dir() -> Path:
@@ -54,6 +59,24 @@ def help_text(name: str, *, purpose: str, words: Sequence[str]) -> str:
     body = "\n".join(f"# --- {title}\n{content}" for title, content in shown)
     listed = "\n".join(f"  {group}: {', '.join(found)}" for group, found in choices.items()) or "  none"
     return _HELP.format(purpose=purpose, name=name, groups=listed, primary=f"{name}.yaml", settings=body)
+
+
+def remember(words: Sequence[str]) -> None:
+    """Keep what was typed, for ``next_command``."""
+    _typed[:] = words
+
+
+def next_command(stage: str, *, reads: str) -> str:
+    """The command of the stage that follows, ready to paste: of what was typed, what names the target, the run and an experiment,
+    and ``out`` as the setting ``reads`` of that stage."""
+    kept = []
+    for word in _typed:
+        key, equals, value = word.partition("=")
+        if key == "out":
+            kept.append(f"{reads}={value}")
+        elif equals and (key in ("experiment", "target", "run") or key.lstrip("+").startswith("target.")):
+            kept.append(word)
+    return shlex.join(["python", "-m", f"mtp_train.{stage}", *kept])
 
 
 def with_settings(words: Sequence[str], settings: Sequence[str]) -> list[str]:

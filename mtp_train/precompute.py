@@ -15,6 +15,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtp_train.commandline import next_command
 from mtp_train.runtime import is_main, log, progress
 from mtp_train.stage import OpenTarget, build, call, open_target, record, stage, start
 from mtp_train.typed import fit
@@ -181,7 +182,7 @@ def main(cfg: DictConfig) -> None:
             manifest = work.finish(look_s=_LOOK_S)
     log(
         f"{manifest.num_samples} samples, {manifest.num_loss_tokens} answer tokens in {run.out}; "
-        f"next: python -m mtp_train.train run={cfg.run}"
+        f"next: {next_command('train', reads='cache')}"
     )
 
 

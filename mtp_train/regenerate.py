@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mtp_train.commandline import next_command
 from mtp_train.runtime import barrier, is_main, log, progress, rank, world_size
 from mtp_train.stage import build, call, open_target, record, stage, start
 
@@ -72,7 +73,7 @@ def main(cfg: DictConfig) -> None:
     barrier()
     if is_main():
         count = writer.finish()
-        log(f"{count} answers in {run.out}; next: python -m mtp_train.precompute run={cfg.run}")
+        log(f"{count} answers in {run.out}; next: {next_command('precompute', reads='responses')}")
 
 
 if __name__ == "__main__":

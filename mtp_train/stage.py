@@ -13,7 +13,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtp_train.commandline import as_text, conf_dir, help_text, with_settings
+from mtp_train.commandline import as_text, conf_dir, help_text, remember, with_settings
 from mtp_train.faults import telling
 from mtp_train.orphan import end_with_parent
 from mtp_train.run import Run, check_name, open_run, record
@@ -49,6 +49,7 @@ def stage(name: str, *, kinds: Mapping[str, Any]) -> Callable[[Callable[[DictCon
                 if {"--help", "-h"} & set(sys.argv[1:]):
                     print(help_text(name, purpose=(sys.modules[main.__module__].__doc__ or "").strip(), words=sys.argv[1:]))
                     return
+                remember(sys.argv[1:])
                 sys.argv[1:] = as_text(_with_experiment(name, sys.argv[1:]), readable=_readable)
                 _start_hydra(name, main, kinds)
 
