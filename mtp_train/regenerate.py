@@ -28,7 +28,7 @@ def main(cfg: DictConfig) -> None:
         raise ValueError(f"prompt: expected prompts to answer, found none: {counts.summary()}")
     log(counts.summary())
 
-    from mtp_train.engine.answer import answer, answer_id, check_earlier
+    from mtp_train.engine.answer import answer, answer_id, check_asked, check_earlier
     from mtp_train.engine.base import Sampling
     from mtp_train.prompt.responses import ResponseWriter, read_responses
 
@@ -46,6 +46,7 @@ def main(cfg: DictConfig) -> None:
     mine = prompts[rank() :: world_size()]
     with ResponseWriter(directory=run.out, identity=identity, rank=rank()) as writer:
         earlier = read_responses(run.out, allow_unfinished=True)
+        check_asked(prompts, earlier, num_answers=cfg.num_answers, where=run.out)
         done = check_earlier(mine, earlier, num_answers=cfg.num_answers, counts=counts)
         barrier()  # every process has read what is there before the first one writes
         record(run, stage_name="regenerate")  # only now: another run's folder has been refused
@@ -67,12 +68,15 @@ def main(cfg: DictConfig) -> None:
                 num_tokens += sum(response.loss_mask)
                 bar.update()
                 bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s")
-        counts.write(run.out / (f"skips-{rank()}.json" if rank() else "skips.json"))
+        skips = run.out / (f"skips-{rank()}.json" if rank() else "skips.json")
+        counts.write(skips)
         if counts.num_skipped or counts.notes:
-            log(counts.summary())
+            log(f"{counts.summary()}; more of them in {skips}")
     barrier()
     if is_main():
         count = writer.finish()
+        if not count:
+            raise ValueError(f"prompt: expected prompts that can be answered, found none: {counts.summary()}; all of it in {skips}")
         log(f"{count} answers in {run.out}; next: {next_command('precompute', reads='responses')}")
 
 

@@ -508,6 +508,35 @@ def test_answers_to_other_prompts_are_not_kept(finished: Run, tmp_path: Path, sh
     assert "what else?" in message and "red red 0?" in message and "use another run folder" in message
 
 
+def test_another_source_is_refused_and_a_larger_limit_goes_on(finished: Run, tmp_path: Path, shell: Shell) -> None:
+    run = Run(tmp_path / "run", finished.target, shell)
+    run.ok("regenerate", "prompt.limit=3")
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "one?"}\n', encoding="utf-8")
+    message = run.refused("regenerate", f"prompt.source=[{other}]")
+    assert "found 3 others, the first to 'prompts/row-1' of prompts" in message and f"prompt.source=[{other}]" not in message
+    assert len(run.responses()) == 3
+    said = run.ok("regenerate", f"prompt.source=[{run.prompts},{other}]", "prompt.limit=null")
+    assert "3 of 21 answers are there already" in said
+    command = f"next: python -m mtp_train.precompute target=local target.path={run.target} target.name=tiny run={run.folder}"
+    assert said.rstrip().endswith(command) and len(run.responses()) == 21
+
+
+def test_where_no_prompt_can_be_answered_the_reason_is_said(finished: Run, tmp_path: Path, shell: Shell) -> None:
+    run = Run(tmp_path / "run", finished.target, shell)
+    message = run.refused("regenerate", "max_length_tokens=20")
+    assert "expected prompts that can be answered, found none: 0 of 20 rows kept; skipped 20 prompt_too_long" in message
+    assert "run regenerate again" in run.refused("precompute"), "nothing is marked as finished"
+
+
+def test_a_training_of_constant_rate_can_be_lengthened(finished: Run, tmp_path: Path) -> None:
+    words = ["schedule.kind=constant", f"out={tmp_path}/head", "checkpoint.every=null", "validation.fraction=0"]
+    finished.ok("train", *words, "num_steps=2")
+    assert "continuing after step 2" in finished.ok("train", *words, "num_steps=3")
+    cosine = finished.refused("train", "num_steps=9")
+    assert "num_steps: begun with 8, now 9" in cosine
+
+
 def test_a_name_cannot_leave_the_run(finished: Run) -> None:
     assert "it becomes a folder" in finished.refused("train", "name=../../escaped")
     for stage in ("evaluate", "export"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from mtp_train.engine.base import Engine, Generated, GenerateRequest, Sampling
@@ -38,6 +39,18 @@ def check_earlier(prompts: Sequence[Prompt], responses: Sequence[Response], *, n
                 counts.note(Skip(reason="conversation_cut", why=why), row=response_id)
             done.add(response_id)
     return done
+
+
+def check_asked(prompts: Sequence[Prompt], responses: Sequence[Response], *, num_answers: int, where: Path) -> None:
+    """ValueError where the folder ``where`` holds answers to prompts that are not among ``prompts``: they would be trained on
+    beside these, and nothing would say so."""
+    asked = {answer_id(prompt.prompt_id, number) for prompt in prompts for number in range(num_answers)}
+    if others := [response for response in responses if response.prompt_id not in asked]:
+        raise ValueError(
+            f"{where}: expected answers to the {len(prompts)} prompts of this run alone ({len(responses) - len(others)} are there), "
+            f"found {len(others)} others, the first to {others[0].prompt_id!r} of {others[0].source}; use another run= for other prompts, "
+            "or ask for all at once: every source in prompt.source=[...], prompt.limit and num_answers no smaller than before"
+        )
 
 
 def _num_answered(pieces: Sequence[Sequence[Message]], response: Response) -> int:
@@ -159,7 +172,6 @@ def _one_turn(
         ended = generated.token_ids[-1] in template.stop_ids
         if last or not ended:
             if not last:
-                counts.note(
-                    Skip(reason="conversation_cut", why="an answer ended without the template's end of turn"), row=conversation.response_id
-                )
+                why = "an answer ended without the template's end of turn (cut by sampling.max_new_tokens?): later turns are not asked"
+                counts.note(Skip(reason="conversation_cut", why=why), row=conversation.response_id)
             yield conversation.response(generated.finish_reason)

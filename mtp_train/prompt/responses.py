@@ -65,9 +65,12 @@ class ResponseWriter:
         self.done_ids.add(response.prompt_id)
 
     def finish(self) -> int:
-        """Mark the folder complete and return the number of responses. Called by one process, when all have closed theirs."""
+        """Mark the folder complete, unless it holds no response, and return their number. Called by one process, when all have
+        closed theirs."""
         self.close()
         count = len(_read_all(self.directory))
+        if not count:
+            return 0
         runtime.atomic_write_json(self.directory / FINISHED, {"num_responses": count, "sha256": _hashes(self.directory)})
         return count
 

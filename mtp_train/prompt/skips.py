@@ -85,7 +85,9 @@ class SkipCounts:
         parts += [
             f"skipped {t.count} {reason} (first: row {t.examples[0]['row']}: {t.examples[0]['why']})" for reason, t in self.skipped.items()
         ]
-        parts += [f"noted {t.count} {reason}" for reason, t in self.notes.items()]
+        parts += [
+            f"noted {t.count} {reason} (first: row {t.examples[0]['row']}: {t.examples[0]['why']})" for reason, t in self.notes.items()
+        ]
         return "; ".join(parts)
 
 

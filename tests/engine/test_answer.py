@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mtp_train.engine.answer import answer, answer_id, check_earlier
+from mtp_train.engine.answer import answer, answer_id, check_asked, check_earlier
 from mtp_train.engine.base import Engine, Generated, GenerateRequest, Sampling
 from mtp_train.prompt.skips import SkipCounts
 from mtp_train.prompt.template import ChatTemplate
@@ -231,6 +231,21 @@ def test_earlier_answers_count_where_they_answer_this_prompt(template: ChatTempl
             check_earlier(changed, found, num_answers=1, counts=SkipCounts())
     with pytest.raises(ValueError, match="whole: expected an answer to"):
         check_earlier([talk("whole", "q1")], found, num_answers=1, counts=SkipCounts())
+
+
+def test_answers_to_prompts_that_are_not_asked_are_refused(template: ChatTemplate, tmp_path: Path) -> None:
+    """Another source, a smaller limit, fewer answers: what is there would be trained on and is none of this run's."""
+    prompts = [talk("p0", "q"), talk("p1", "q")]
+    found = list(run(Scripted(template, {}), prompts, num_answers=2).values())
+    check_asked([*prompts, talk("p2", "q")], found, num_answers=3, where=tmp_path)
+    check_asked(prompts, [], num_answers=1, where=tmp_path)
+    for asked, num_answers, message in (
+        ([talk("other", "q")], 2, r"1 prompts of this run alone .0 are there., found 4 others, the first to 'p0' of s; .*prompt\.source"),
+        (prompts[:1], 2, r"2 are there., found 2 others, the first to 'p1'"),
+        (prompts, 1, r"2 are there., found 2 others, the first to 'p0#1'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_asked(asked, found, num_answers=num_answers, where=tmp_path)
 
 
 def test_a_real_engine_s_answer_is_its_own_continuation(tiny_llama: Path, tmp_path: Path, make_engine: Any) -> None:
