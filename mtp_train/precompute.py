@@ -56,8 +56,8 @@ def _own_answers(cfg: DictConfig, target: OpenTarget) -> tuple[list[Response], S
     for key, expected in target.identity().items():
         if key != "target_name" and (stated := found.get(key)) != expected:
             raise ValueError(
-                f"{cfg.responses}: expected answers of this target ({key} {expected}), found {stated} of {found.get('target_name')}; "
-                "choose that target, or regenerate into another run folder"
+                f"{cfg.responses}: expected answers of this target ({target.spec.name}, {key} {expected}), found {stated} of "
+                f"{found.get('target_name')}; choose that target, or regenerate into another run folder"
             )
     everything = read_responses(Path(cfg.responses))
     counts = SkipCounts(num_rows=len(everything), sources=[{"name": "own answers", "source": str(cfg.responses), **found}])

@@ -36,8 +36,7 @@ def _data(cfg: DictConfig, target: OpenTarget) -> tuple[Subset, Subset | None]:
     from mtp_train.trainer.opening import Fetch, open_cache
 
     mode: Mode = fit(Mode, cfg.mode, "mode")
-    expected: dict[str, Any] = {key: value for key, value in target.identity().items() if key != "target_name"}
-    expected |= {"hidden_size": target.spec.hidden_size, "vocab_size": target.spec.vocab_size}
+    expected = {**target.identity(), "hidden_size": target.spec.hidden_size, "vocab_size": target.spec.vocab_size}
     fetch: Fetch = fit(Fetch, plain(cfg.fetch), "fetch")
     cache: Cache
     if cfg.mixture is None:

@@ -27,16 +27,17 @@ _SHARD_NAME = re.compile(r"shard-\d{5,}\.safetensors")
 # Stated, and printed, but two caches that differ in them only are the same: the weights' fingerprint decides.
 INFORMATIVE = ("target_name", "git_commit")
 
+_ELSEWHERE = "precompute into another folder (out=...) and train on that one (cache=...)"
 _REMEDIES = {
     "format_version": "make the cache anew with this version of mtp-train",
     "hidden_state": "the cache keeps post_norm states; make the cache anew",
-    "tokenizer_hash": "use the tokenizer that the cache was made with, or precompute into another folder",
-    "template_hash": "use the chat template that the cache was made with, or precompute into another folder",
-    "target_fingerprint": "use the target that the cache was made from, or precompute into another folder",
-    "engine": "choose the engine that began the cache, or precompute into another folder",
-    "engine_version": "install the version that began the cache, or precompute into another folder",
+    "tokenizer_hash": f"use the tokenizer that the cache was made with, or {_ELSEWHERE}",
+    "template_hash": f"use the chat template that the cache was made with, or {_ELSEWHERE}",
+    "target_fingerprint": f"use the target that the cache was made from, or {_ELSEWHERE}",
+    "engine": f"choose the engine that began the cache, or {_ELSEWHERE}",
+    "engine_version": f"install the version that began the cache, or {_ELSEWHERE}",
 }
-_REMEDY = "use the setting that the cache was made with, or precompute into another folder"
+_REMEDY = f"use the setting that the cache was made with, or {_ELSEWHERE}"
 
 
 def shard_name(index: int) -> str:
@@ -125,21 +126,24 @@ class CacheIdentity:
 
 
 def check_fields(expected: Mapping[str, Any], found: CacheIdentity, *, where: Path) -> None:
-    """Compare the named fields with a cache's; ValueError names each that differs, with both values and the remedy."""
+    """Compare the named fields with a cache's; ValueError names each that differs, with both values and the remedy. Of
+    ``INFORMATIVE`` ones the target's name stands beside its fingerprint."""
     held = found.to_json()
     lines = []
     for name, value in expected.items():
         assert name in held, name
         value = list(value) if isinstance(value, tuple) else value
-        if held[name] != value:
-            lines.append(f"  {name}: expected {value!r}, found {held[name]!r}; {_REMEDIES.get(name, _REMEDY)}")
+        if name not in INFORMATIVE and held[name] != value:
+            named = name == "target_fingerprint" and "target_name" in expected
+            mine, theirs = (f" ({values['target_name']})" if named else "" for values in (expected, held))
+            lines.append(f"  {name}: expected {value!r}{mine}, found {held[name]!r}{theirs}; {_REMEDIES.get(name, _REMEDY)}")
     if lines:
         raise ValueError(f"{where}: this cache does not match:\n" + "\n".join(lines))
 
 
 def check_same(expected: CacheIdentity, found: CacheIdentity, *, where: Path) -> None:
     """Refuse another identity; ValueError names each field that differs, with both values and the remedy."""
-    check_fields(expected.compared(), found, where=where)
+    check_fields(expected.to_json(), found, where=where)
 
 
 @dataclass(frozen=True, kw_only=True)

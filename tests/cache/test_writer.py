@@ -180,6 +180,8 @@ def test_another_identity_is_refused_with_both_values(tmp_path, source, make_sou
     held = getattr(source.identity, field)
     for side in (value, held):
         assert repr(list(side) if isinstance(side, tuple) else side) in str(caught.value)
+    assert "(out=...) and train on that one (cache=...)" in str(caught.value)
+    assert (f"'ff' ({source.identity.target_name})" in str(caught.value)) == (field == "target_fingerprint")
 
 
 def test_every_field_that_differs_is_named(tmp_path, source, make_source):
