@@ -81,25 +81,25 @@ def _start_hydra(name: str, main: Callable[[DictConfig], None], kinds: Mapping[s
 
 def _refusal(name: str, error: Exception, kinds: Mapping[str, Any]) -> str:
     """What Hydra's composition refused, without its search path and with what may have been meant."""
+    from omegaconf import OmegaConf
+
     said = str(error).split("\nConfig search path", 1)[0].strip()
     cause = error.__cause__
     if unknown := re.match(r"Could not override '([^']*)'", said):
         key = str(getattr(cause, "full_key", None) or unknown[1])
-        if key.rpartition(".")[0] in kinds:  # a mapping that one may add to
-            return f"{key}: expected one of those there are, found another; +{key}=... adds it"
+        mapping, _, word = key.rpartition(".")
+        if mapping in kinds:  # one that may be added to
+            if mapping == "losses" and word not in known_words("loss"):
+                return f"{key}: expected one of {', '.join(known_words('loss'))}, found {word!r}"
+            there = ", ".join(_defaults(name)[mapping] or ())
+            return f"{key}: expected one that is there ({there or 'none is'}), found {word!r}; +{key}=... adds it"
         known = dict(leaves(_defaults(name))).keys() | {
-            f"{path.parent.name}.{own}" for path in conf_dir().glob("*/*.yaml") for own in _keys(path)
+            f"{path.parent.name}.{own}" for path in conf_dir().glob("*/*.yaml") for own in OmegaConf.load(path)
         }
         hint = nearest(key, sorted(known))
         return f"{key}: expected a setting of {name}, found none of that name; {hint}python -m mtp_train.{name} --help lists them"
     why = f": {str(cause).splitlines()[0]}" if cause is not None and str(cause) else ""
     return f"{said}{why}\n(python -m mtp_train.{name} --help lists groups, choices and settings)"
-
-
-def _keys(path: Path) -> list[str]:
-    from omegaconf import OmegaConf
-
-    return [str(key) for key in OmegaConf.load(path)]
 
 
 def _readable(word: str) -> bool:
@@ -197,6 +197,11 @@ def _names_code(value: Any) -> bool:
     return isinstance(value, list) and any(_names_code(item) for item in value)
 
 
+def known_words(group: str) -> list[str]:
+    """The words of a group: the names of its yaml files."""
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+
+
 def load_word(group: str, word: str) -> dict[str, Any]:
     """The node that a word on disk stands for: ``conf/<group>/<word>.yaml``.
 
@@ -206,8 +211,7 @@ def load_word(group: str, word: str) -> dict[str, Any]:
 
     path = conf_dir() / group / f"{word}.yaml"
     if not _WORD.fullmatch(word) or not path.is_file():
-        known = sorted(p.stem for p in (conf_dir() / group).glob("*.yaml"))
-        raise ValueError(f"{group}: expected one of {known}, found {word!r}")
+        raise ValueError(f"{group}: expected one of {known_words(group)}, found {word!r}")
     node = plain(OmegaConf.load(path))
     assert isinstance(node, dict), path
     return node

@@ -64,7 +64,8 @@ class Objective:
         weights = self.depth_weights
         if weights is not None and (len(weights) != self.draft_steps or min(weights) < 0 or max(weights) == 0):
             raise ValueError(
-                f"depth_weights: expected one weight per depth ({self.draft_steps}), none below 0 and not all 0, found {list(weights)}"
+                f"depth_weights: expected one weight per depth (draft_steps={self.draft_steps}), none below 0 and not all 0, found "
+                f"{list(weights)}; set draft_steps to as many, or give fewer or more weights"
             )
 
     def weight(self, depth: int) -> float:
