@@ -57,6 +57,19 @@ def _ways(cfg: DictConfig) -> dict[str, Way]:
     return {check_name(name, key="ways"): call(Way, way, where=f"ways.{name}") for name, way in plain(cfg.ways).items()}
 
 
+def _used_sets(cfg: DictConfig) -> set[str]:
+    """The prompt sets that are measured on. ValueError where there is none, or one that ``prompt_sets`` does not hold."""
+    used = {name for way in _ways(cfg).values() for name in way.prompt_sets}
+    if cfg.identity.num_prompts != 0:
+        used.add(cfg.identity.prompt_set)
+    if not used:
+        raise ValueError("ways: expected at least one way that names a prompt set, or an identity, found nothing to measure")
+    known = plain(cfg.prompt_sets).keys()
+    if missing := sorted(used - known):
+        raise ValueError(f"ways: expected prompt sets among {sorted(known)} (prompt_sets), found {missing}")
+    return used
+
+
 def _check(cfg: DictConfig, decoding: Decoding) -> None:
     """ValueError, before anything is loaded, for settings that would be refused in the middle of measuring."""
     from mtp_train.acceptance.report_data import Aim
@@ -74,6 +87,7 @@ def _check(cfg: DictConfig, decoding: Decoding) -> None:
             raise ValueError(f"{key}: expected at least {least}, found {found}")
     for name in plain(cfg.prompt_sets):
         check_name(name, key="prompt_sets")
+    _used_sets(cfg)
     for name, way in _ways(cfg).items():
         try:
             _settings(cfg, decoding, way, draws=decoding.draws)
@@ -103,16 +117,9 @@ def _prompt_sets(cfg: DictConfig, target: OpenTarget) -> dict[str, list[Speculat
     from mtp_train.engine.measure import requests_of
     from mtp_train.prompt.load import load_prompts
 
-    used = {name for way in _ways(cfg).values() for name in way.prompt_sets}
-    if cfg.identity.num_prompts != 0:
-        used.add(cfg.identity.prompt_set)
-    if not used:
-        raise ValueError("ways: expected at least one way that names a prompt set, or an identity, found nothing to measure")
-    known, limit = plain(cfg.prompt_sets), target.length_limit(cfg.max_length_tokens)
-    if missing := sorted(used - known.keys()):
-        raise ValueError(f"ways: expected prompt sets among {sorted(known)} (prompt_sets), found {missing}")
+    used, limit = _used_sets(cfg), target.length_limit(cfg.max_length_tokens)
     found = {}
-    for name, node in known.items():
+    for name, node in plain(cfg.prompt_sets).items():
         if name not in used:
             continue
         prompts, counts = call(load_prompts, node, where=f"prompt_sets.{name}")

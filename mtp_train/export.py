@@ -36,10 +36,11 @@ def main(cfg: DictConfig) -> None:
         return
     from mtp_train.checkpoint import read_head_config
 
-    target = open_target(cfg.target)
-    exporter: Exporter = build(cfg.exporter, trust_remote_code=target.trust_remote_code)
     checkpoint, out = Path(cfg.checkpoint), Path(cfg.out)
-    check_head(read_head_config(checkpoint), target, where=checkpoint)
+    head = read_head_config(checkpoint)
+    target = open_target(cfg.target)
+    check_head(head, target, where=checkpoint)
+    exporter: Exporter = build(cfg.exporter, trust_remote_code=target.trust_remote_code)
     log(f"export: {checkpoint} for {exporter.word}")
     print(describe(exporter.export(checkpoint, target.path, out)))
 

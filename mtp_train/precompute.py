@@ -34,6 +34,14 @@ if TYPE_CHECKING:
 _LOOK_S, _SAY_S = 1.0, 60.0
 
 
+def _check_answers(cfg: DictConfig) -> None:
+    """ValueError where there are no answers to read, before the target is opened, which takes seconds."""
+    from mtp_train.prompt.responses import read_meta
+
+    if cfg.answers == "own":
+        read_meta(Path(cfg.responses))
+
+
 def _responses(cfg: DictConfig, target: OpenTarget) -> tuple[list[Response], SkipCounts]:
     """The conversations to read, the target's own answers or a data set's, and the counts of those left out."""
     from mtp_train.prompt.build import build_responses
@@ -115,6 +123,7 @@ def _write_shards(
 
 @stage("precompute", kinds={"top_k": int | None, "target_layer_ids": list[int] | None, "max_bytes": str | int | None})
 def main(cfg: DictConfig) -> None:
+    _check_answers(cfg)
     target = open_target(cfg.target)
     chosen, counts = _responses(cfg, target)
     log(counts.summary())
@@ -143,9 +152,8 @@ def main(cfg: DictConfig) -> None:
         top_k=settings.top_k,
     )
     max_bytes = None if cfg.max_bytes is None else parse_bytes(cfg.max_bytes, where="max_bytes")
-    check_fits(
-        Path(cfg.out), list(responses.values()), size, max_bytes=max_bytes
-    )  # before the engine is loaded, and before anything is written
+    # Before the engine is loaded, and before anything is written.
+    check_fits(Path(cfg.out), list(responses.values()), size, max_bytes=max_bytes)
     engine = build(cfg.engine, target_path=target.path, trust_remote_code=target.trust_remote_code, load_head=None)
     run = start(cfg, stage_name="precompute", record_now=False, shared=True)
     identity = CacheIdentity(

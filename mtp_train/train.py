@@ -59,6 +59,15 @@ def _data(cfg: DictConfig, target: OpenTarget) -> tuple[Subset, Subset | None]:
     return train, rest if len(rest) else None
 
 
+def _check_cache(cfg: DictConfig) -> None:
+    """ValueError where there is no finished cache in the folder that is to be read whole; before the target is opened."""
+    from mtp_train.cache.format import MANIFEST
+    from mtp_train.cache.reader import read_manifest
+
+    if cfg.mixture is None and cfg.mode == "offline" and "://" not in cfg.cache and not (Path(cfg.cache) / MANIFEST).exists():
+        read_manifest(Path(cfg.cache))
+
+
 def _plan(cfg: DictConfig, train: Subset) -> DataPlan:
     from mtp_train.batch.plan import DataPlan
     from mtp_train.trainer.supply import make_order
@@ -215,6 +224,9 @@ _KINDS = {
 
 @stage("train", kinds=_KINDS)
 def main(cfg: DictConfig) -> None:
+    objective = _objective(cfg)
+    optimizer, schedule, wandb, parallel = (build(cfg[key], where=key) for key in ("optimizer", "schedule", "wandb", "parallel"))
+    _check_cache(cfg)
     target = open_target(cfg.target)
 
     from mtp_train.target.weights import read_shared
@@ -225,12 +237,10 @@ def main(cfg: DictConfig) -> None:
     from mtp_train.trainer.state import HeadFile, check_continues, complete_steps
     from mtp_train.trainer.supply import leading_shards
 
-    optimizer, schedule, wandb, parallel = (build(cfg[key], where=key) for key in ("optimizer", "schedule", "wandb", "parallel"))
     train, held_out = _data(cfg, target)
     plan = _plan(cfg, train)
     num_steps = _num_steps(cfg, plan)
     settings = _loop_settings(cfg, num_steps=num_steps)
-    objective = _objective(cfg)
     accelerator = make_accelerator(cfg.device)
     head, train, held_out = _head(cfg, target, accelerator, objective, train, held_out)
     if cfg.checkpoint_activations:

@@ -194,6 +194,9 @@ REFUSED = {
     },
     "train": {
         "optimizer=null": "optimizer: expected a mapping, found null",
+        "losses.kl=1": "losses.kl: expected one of cross_entropy, forward_kl, hidden_l1, topk_kl, total_variation, found 'kl'\n",
+        "losses.forward_kl=1": "expected one that is there (hidden_l1, topk_kl), found 'forward_kl'; +losses.forward_kl=... adds it",
+        "depth_weights=[1.0,0.5]": "depth_weights: expected one weight per depth (draft_steps=1)",
         "losses.topk_kl=x": "losses.topk_kl: expected a number or a mapping, found 'x'",
         "num_steps=1.5": "num_steps: expected a whole number or null, found 1.5",
         "validation.fraction=null": "validation.fraction: expected a number, found null",
@@ -203,6 +206,7 @@ REFUSED = {
         "ways=3": "ways: expected a mapping, found 3",
         "aims=3": "aims: expected a list (a mapping each), found 3",
         "aims={}": "Cannot merge",
+        "ways.greedy.prompt_sets=[mine]": "ways: expected prompt sets among ['gsm8k', 'humaneval', 'project'] (prompt_sets), found",
         "identity.num_prompts=x": "identity.num_prompts: expected a whole number or null, found 'x'",
     },
 }
@@ -231,6 +235,30 @@ def test_a_wrong_setting_is_one_short_message(verb: str, tmp_path: Path) -> None
         assert message in said, (word, said)
         assert len(said) < 900 and said.lstrip().startswith(f"mtp-train {verb}: "), (word, said)
     assert not (tmp_path / "run").exists()
+
+
+def test_errors_that_need_no_model_come_before_its_libraries(tmp_path: Path) -> None:
+    """What is not there, or is no loss, is told before transformers is imported, which takes longer than all the rest."""
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    code = "import runpy, sys\nverb, *sys.argv[1:] = sys.argv[1:]\ntry: runpy.run_module('mtp_train.' + verb, run_name='__main__')\n"
+    code += "except SystemExit: print([name for name in ('transformers', 'accelerate', 'datasets') if name in sys.modules])"
+    for verb, message in (
+        ("train", "run precompute"),
+        ("precompute", "run regenerate"),
+        ("export", "run train"),
+        ("evaluate", "run train"),
+    ):
+        done = run("-c", code, verb, "target=local", f"target.path={tmp_path}", f"run={tmp_path}/run")
+        assert message in done.stderr and done.stdout == "[]\n", (verb, done.stdout, done.stderr)
+
+
+def test_without_a_stage_all_are_listed() -> None:
+    shown = run("-m", "mtp_train")
+    assert shown.returncode == 0
+    listed = [line.split()[2] for line in shown.stdout.splitlines() if line.startswith("  python -m ")]
+    assert listed[:5] == [f"mtp_train.{verb}" for verb in GROUPS]
+    assert set(listed) == {f"mtp_train.{path.stem}" for path in conf_dir().glob("*.yaml")}
+    assert "expected a stage as below, found 'trian'" in fail("-m", "mtp_train", "trian")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
