@@ -166,7 +166,10 @@ def _shaped(source: _Source, counts: SkipCounts, on_bad_row: BadRowPolicy, used:
             shaped = shape_row(row.value, shape=manifest.format, field_map=manifest.field_map)
         except RowFault as fault:
             if fault.skip.reason == "unknown_columns" and not any_shape:
-                raise ValueError(f"{where}, row {row.number}: no known shape; {fault.skip.why}; name the columns with field_map") from None
+                raise ValueError(
+                    f"{where}, row {row.number}: no known shape; {fault.skip.why}; name the columns with field_map, the known one first, "
+                    "such as prompt.field_map='{prompt: question}'"
+                ) from None
             if on_bad_row == "error":
                 raise ValueError(f"{where}, row {row.number}: {fault} (on_bad_row=error; on_bad_row=skip counts it and goes on)") from None
             counts.skip(fault.skip, row=row.number)
@@ -207,9 +210,26 @@ def _rows(source: _Source) -> Iterator[Row]:
         )
     except (OSError, ValueError, IndexError, datasets.exceptions.DatasetsError) as error:  # IndexError: for the folder /
         where = source.path or f"{manifest.source} at {manifest.revision}"
-        raise ValueError(f"{where}: datasets cannot load it (split {manifest.split or 'train'}): {error}") from error
+        broken = source.path is not None and isinstance(error, datasets.exceptions.DatasetGenerationError)
+        fault = _first_fault(source.path) if broken and source.path is not None else None
+        raise ValueError(
+            f"{where}: datasets cannot load it (split {manifest.split or 'train'}): {error}"
+            + (f"; {fault}; mend it, or name the files in prompt.source=[...], where such rows are counted and left out" if fault else "")
+        ) from error
     for number, value in enumerate(rows, start=1):
         yield Row(number=number, value=value)
+
+
+def _first_fault(folder: Path) -> str | None:
+    """The first file and row of a folder that cannot be read, in words; None where it is not in a file of ours."""
+    for path in sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES):
+        try:
+            fault = next(((row.number, row.fault.why) for row in read_file(path) if row.fault is not None), None)
+        except ValueError as error:
+            return str(error)
+        if fault is not None:
+            return f"{path}, row {fault[0]}: {fault[1]}"
+    return None
 
 
 def _normal_form(messages: Sequence[Mapping[str, Any]]) -> bytes:

@@ -288,6 +288,23 @@ def test_a_folder_is_read_by_datasets(tmp_path, monkeypatch):
     assert prompts[1].messages[3] == tool_talk[3]
 
 
+def test_a_broken_row_of_a_folder_is_named(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write(folder, [{"messages": TALK}], "a.jsonl")
+    (folder / "b.jsonl").write_text('{"messages": []}\n{"messages', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"datasets cannot load it .*; \S*b\.jsonl, row 2: line 2 .*; mend it, or name the files"):
+        load(folder)
+
+
+def test_columns_of_no_known_name_are_told_with_the_remedy(tmp_path):
+    with pytest.raises(ValueError, match=r"row 1: no known shape; .*question.*such as prompt\.field_map='\{prompt: question\}'"):
+        load(write(tmp_path, [{"question": "q"}]))
+
+
 def test_unusable_settings_are_refused(tmp_path):
     path = write(tmp_path, [{"prompt": "q"}])
     with pytest.raises(ValueError, match="on_bad_row"):
