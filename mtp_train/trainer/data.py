@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -117,9 +118,20 @@ def split(reader: Cache, *, fraction: float, seed: int) -> tuple[Subset, Subset]
     if empty[0] or (fraction > 0 and empty[1]):
         raise ValueError(
             f"validation.fraction: expected samples with answer tokens on both sides, found {len(sides[0])} to train on and "
-            f"{len(held_out)} held out of {len(reader)}; choose another fraction, or 0 and another cache in validation.cache"
+            f"{len(held_out)} held out of {len(reader)}; {_other_fraction(reader, seed=seed)}"
         )
     return sides
+
+
+def _other_fraction(reader: Cache, *, seed: int) -> str:
+    """What to set where ``split`` leaves a side empty: the least fraction in hundredths that does not, where there is one."""
+    counts = reader.num_loss_tokens
+    shares = [_share(seed, sample_id) for number, sample_id in enumerate(reader.sample_ids) if counts is None or counts[number]]
+    least = math.floor(100 * min(shares, default=0.0)) / 100 + 0.01
+    num_held_out = sum(share < least for share in shares)
+    if not 0 < num_held_out < len(shares) or least >= 1:
+        return "set validation.fraction=0 to hold out none, and name another cache to validate on in validation.cache, if there is one"
+    return f"set validation.fraction={least:.2f}, which holds out {num_held_out}, or validation.fraction=0, which holds out none"
 
 
 def validation_packs(subset: Subset, *, tokens_per_pack: int) -> list[list[int]]:

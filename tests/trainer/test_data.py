@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,13 @@ def test_all_answers_to_a_prompt_fall_on_one_side(reader: CacheReader) -> None:
 
 
 def test_a_split_that_leaves_a_side_empty_is_refused(reader: CacheReader) -> None:
-    with pytest.raises(ValueError, match="both sides"):
+    with pytest.raises(ValueError, match="both sides") as caught:
         split(reader, fraction=1e-9, seed=0)
+    told = re.search(r"set validation.fraction=(0\.\d\d), which holds out (\d+), or validation.fraction=0, ", str(caught.value))
+    assert told is not None and len(split(reader, fraction=float(told[1]), seed=0)[1]) == int(told[2]) > 0
+    reader.sample_ids = ["one prompt", *(f"one prompt#{number}" for number in range(1, len(reader)))]
+    with pytest.raises(ValueError, match=r"set validation\.fraction=0 to hold out none"):
+        split(reader, fraction=0.05, seed=0)
     assert len(split(reader, fraction=0.0, seed=0)[1]) == 0
 
 
