@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# One of these is in every folder that transformers reads a tokenizer from.
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
 
 def sha256_text(text: str) -> str:
     """Hex sha256 of the text's UTF-8 bytes."""
@@ -35,11 +38,13 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder on disk; code that comes with it is run only where asked for. ValueError where none is there."""
-    from transformers import AutoTokenizer
-
     if not path.is_dir():
         raise ValueError(f"{path}: expected a model folder with a tokenizer, found {'a file' if path.exists() else 'nothing there'}")
+    if not any((path / name).is_file() for name in _FILES):
+        raise ValueError(f"{path}: expected a tokenizer, found none of {', '.join(_FILES)}; put them beside the model's weights")
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: expected a tokenizer (tokenizer.json, tokenizer_config.json), found: {error}") from error
+        raise ValueError(f"{path}: expected a tokenizer ({_FILES[0]}, {_FILES[1]}), found: {' '.join(str(error).split())}") from error

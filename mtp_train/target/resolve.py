@@ -48,6 +48,11 @@ def resolve_target(target: Mapping[str, Any]) -> Path:
     path = Path(target["path"]).expanduser()
     if not path.is_dir():
         raise ValueError(f"target.path: expected a model folder, found none at {path}")
+    if not (path / "config.json").is_file():
+        raise ValueError(
+            f"target.path: expected a model folder (config.json, model.safetensors, tokenizer.json and what belongs to them), found no "
+            f"config.json in {path}"
+        )
     return path
 
 

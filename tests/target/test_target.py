@@ -137,6 +137,8 @@ def test_resolve_refuses_what_it_cannot_find(tmp_path: Path, tiny_llama: Path) -
     assert resolve_target({"kind": "path", "path": str(tiny_llama)}) == tiny_llama
     with pytest.raises(ValueError, match="expected a model folder"):
         resolve_target({"kind": "path", "path": str(tmp_path / "none")})
+    with pytest.raises(ValueError, match=r"expected a model folder .*, found no config\.json in "):
+        resolve_target({"kind": "path", "path": str(tmp_path)})
     with pytest.raises(ValueError, match="40 hex digits"):
         resolve_target({"kind": "hub", "hub_id": "a/b", "revision": "main", "trust_remote_code": False})
     with pytest.raises(ValueError, match="expected to find it on the hub"):
