@@ -32,6 +32,7 @@ ORDER = (
     ("advising",),
     ("stage",),
     VERBS,
+    ("__main__",),
 )
 # Allowed by the order, and still forbidden: formats and heads stay a sum, not a product.
 NEVER = {("exporter", "head"), ("trainer", "decoding"), ("trainer", "exporter")}
