@@ -43,6 +43,7 @@ def test_seventy_billion_on_one_node(tmp_path: Path) -> None:
         "70,553,706,496",
         "8.27 TB",
         "zero1 *",
+        "*: what the settings ask for",
         "Cheapest that fits",
         "regenerate",
         "Would not fit: engine.tensor_parallel_size=1",

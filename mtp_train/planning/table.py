@@ -29,6 +29,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     for title, table in (_caches(plan), _memory(plan), _engines(plan), _stages(plan)):
         console.print(f"\n[bold]{title}[/bold]", highlight=False)
         console.print(table)
+    console.print("*: what the settings ask for\n", highlight=False, markup=False)
     console.print(_verdict(plan), highlight=False, markup=False)
 
 
