@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # The whole pipeline with a real model on two CPU cores: jobs/demo.sh [engine=vllm] [key=value ...] [stage:key=value ...]
 #
-# Makes the environment, then runs the five stages into runs/demo (RUN=... changes it): the target answers the prompts, its
-# hidden states are cached, two heads are trained on them side by side, each is decoded with, measured and exported.
+# Makes the environment ($VENV, else the active one, else .venv; the first line printed says which), then runs the five stages
+# into runs/demo (RUN=... changes it): the target answers the prompts, its hidden states are cached, two heads are trained on
+# them side by side, each is decoded with, measured and exported.
 # What is done is not done again: an interrupted call goes on where it stopped. conf/experiment/demo.yaml holds the
 # settings; those given here win: `engine=...` and `engine.*` go to the stages that have an engine, `train:num_steps=9` to
 # that stage, all others to every stage. With engine=vllm, vLLM answers, prefills and speculates, and each head is also

@@ -64,6 +64,20 @@ def test_shellcheck_finds_nothing() -> None:
     subprocess.run(["shellcheck", *map(str, JOBS)], check=True)
 
 
+def test_setup_says_first_which_environment_it_works_on(tmp_path: Path) -> None:
+    """In front of anything that it does: here to an environment that it refuses."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text("#!/bin/sh\necho 3.10\n", encoding="utf-8")
+    (tmp_path / "bin" / "python").chmod(0o755)
+    plain = {key: value for key, value in os.environ.items() if key not in ("VENV", "VIRTUAL_ENV")}
+    for given, said in (({"VENV": str(tmp_path)}, "$VENV"), ({"VIRTUAL_ENV": str(tmp_path)}, "the active one")):
+        done = subprocess.run(
+            ["bash", str(ROOT / "tools" / "setup.sh")], env=plain | given, capture_output=True, text=True, check=False, timeout=60
+        )
+        assert done.returncode == 1 and "expected Python 3.11 in" in done.stderr
+        assert done.stderr.startswith(f"[setup] environment: {tmp_path} ({said}); ")
+
+
 class Cluster:
     """What SLURM gives a job: its commands and its variables."""
 

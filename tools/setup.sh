@@ -27,6 +27,7 @@ for word in "$@"; do
 done
 
 venv=${VENV:-${VIRTUAL_ENV:-.venv}}
+if [ -n "${VENV:-}" ]; then chosen_by='$VENV'; elif [ -n "${VIRTUAL_ENV:-}" ]; then chosen_by='the active one'; else chosen_by='the default'; fi
 python=$venv/bin/python
 pip_version=26.3
 log=$venv/setup.log
@@ -121,6 +122,7 @@ check_closure() {
     [ -z "$found" ] || { printf '%s\n' "$found" && return 1; }
 }
 
+say "environment: $venv ($chosen_by); what is missing of the lock files, and this checkout, are installed into it"
 make_environment
 venv_path=$(cd "$venv" && pwd)
 step pip "$pip_version" "bringing pip to $pip_version" pip_install --upgrade "pip==$pip_version"
