@@ -57,7 +57,7 @@ def _vllm(option: Option, run: Path, target: str) -> Flags:
             "prompt_lookup_max": settings["max_ngram"],
             "prompt_lookup_min": settings["min_ngram"],
         }
-        command = serve_command(target=target, speculative_config=config, hf_overrides=None)
+        command = serve_command(target=target, speculative_config=config, hf_overrides=None, flags=())
         return Flags("vllm", command, ["Put your target's path or hub id in the name's place."])
     folder = run / "served" / f"{option.family.head}-vllm"
     if not (folder / SERVE).is_file():
@@ -67,7 +67,7 @@ def _vllm(option: Option, run: Path, target: str) -> Flags:
     config = {**served.speculative_config, "num_speculative_tokens": option.num_speculative_tokens}
     if option.family.draft_sampling == "probabilistic":  # its default is greedy
         config["draft_sample_method"] = "probabilistic"
-    command = serve_command(target=served.target_path, speculative_config=config, hf_overrides=served.hf_overrides)
+    command = serve_command(target=served.target_path, speculative_config=config, hf_overrides=served.hf_overrides, flags=())
     notes = [] if served.plugin is None else [f"Served by our plugin: install {served.plugin} where vLLM runs."]
     return Flags("vllm", command, notes)
 
