@@ -19,8 +19,8 @@ COMPLETE, STARTING = "gradients complete", "start from data"
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
     """How a mode spreads what belongs to the float32 parameters: each pair multiplies their bytes, the first number in every
-    process, the second divided by the number of processes. ``sharded``: the optimizer's state is divided too, which only AdamW's can
-    be; ``gathers``: weights are put together to be used."""
+    process, the second divided by the number of processes. ``sharded``: the optimizer's state is divided too; ``deepspeed``: at
+    any element, so that only AdamW can step it; ``gathers``: weights are put together to be used."""
 
     weights: tuple[int, int]
     gradients: tuple[int, int]

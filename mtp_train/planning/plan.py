@@ -192,7 +192,7 @@ def _mode_rows(
         context = 1 if mode == "single" else asked.context
         step = steps[context]
         packs = -(-work.packs_per_step // max(1, processes // context))
-        rule: Rule = "adamw" if MODES[mode].sharded else asked.rule or "muon"
+        rule: Rule = "adamw" if MODES[mode].deepspeed else asked.rule or "muon"
         memory = process_memory(step, head, mode=mode, rule=rule, num_processes=processes, packs_per_process=packs)
         optimizer = step.optimizers[rule]
         trained = train_work(
@@ -248,8 +248,8 @@ def _problems(
         )
     if not mode.possible:
         found.append(
-            f"optimizer.rule: expected {mode.rule} with parallel={asked.mode}, which cuts matrices into shards, found {asked.rule}; "
-            "set it, or choose parallel=ddp"
+            f"optimizer.rule: expected {mode.rule} with parallel={asked.mode}, which cuts matrices anywhere, found {asked.rule}; "
+            "set it, or choose parallel=fsdp2 or ddp"
         )
     elif not mode.fits:
         largest, size = max(mode.memory.sources.items(), key=lambda item: item[1])

@@ -26,7 +26,7 @@ from mtp_train.planning.sizes import empty_shared
 from mtp_train.records import Batch, DraftStep, Teacher
 from mtp_train.target.weights import SharedWeights
 from mtp_train.trainer.objective import Objective
-from mtp_train.trainer.optim import OptimizerSettings, Rule, build_optimizer
+from mtp_train.trainer.optim import MuonAdamW, OptimizerSettings, Rule, build_optimizer
 from mtp_train.trainer.rows import Pack
 
 ACTIVATIONS, CHUNK, BACKWARD, GRADIENTS, STEPPING = "activations", "logits chunk", "backward", "gradients", "optimizer step"
@@ -63,11 +63,13 @@ class StepShape:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerStep:
-    """One rule over the whole head: bytes of its state, bytes that a step makes and drops, operations of a step's products."""
+    """One rule over the whole head: bytes of its state, bytes that a step makes and drops, operations of a step's products, and the
+    shapes of the matrices that those are of (Muon's)."""
 
     state: int
     working: int
     flops: float
+    matrices: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +172,13 @@ def _optimizer_step(head: Head, rule: Rule) -> OptimizerStep:
     with FlopCounterMode(display=False) as counter, live:
         optimizer.step()
     head.zero_grad()
-    return OptimizerStep(state=_nbytes(states), working=live.peaks.get(STEPPING, (0, {}))[0], flops=float(counter.get_total_flops()))
+    multiplied = optimizer.param_groups[0]["params"] if isinstance(optimizer, MuonAdamW) else []
+    return OptimizerStep(
+        state=_nbytes(states),
+        working=live.peaks.get(STEPPING, (0, {}))[0],
+        flops=float(counter.get_total_flops()),
+        matrices=tuple((parameter.shape[0], parameter.shape[1]) for parameter in multiplied),
+    )
 
 
 def _start_bytes(head: Head) -> int:

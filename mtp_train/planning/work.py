@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -11,6 +11,9 @@ from mtp_train.planning.hardware import Hardware
 from mtp_train.planning.memory import MODES
 from mtp_train.planning.sizes import HeadSizes, TargetSizes
 from mtp_train.planning.step import OptimizerStep
+
+# torch's Muon: iterations of Newton and Schulz, and how often DTensor turns a matrix from rows to columns or back for them.
+_MUON_ITERATIONS, _MUON_TURNS = 5, 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +203,8 @@ def train_work(
     """Six operations per weight of a depth and token (forward, and two products backward), eight where the forward is done again;
     on the rows that count the frozen lm_head's two products, or three of the head's own, and one for an exact teacher; then the
     optimizer's products and passes over its state, which every process repeats where it is not sharded, and the exchange between
-    processes, all counted as if nothing overlapped; or reading the cache, where that takes longer than all of it."""
+    processes of gradients, weights, and what Muon multiplies where its matrices lie in shards, all counted as if nothing
+    overlapped; or reading the cache, where that takes longer than all of it."""
     processes = 1 if mode == "single" else hardware.num_devices
     attention = 3 * (head.attention_flops or target.attention_flops) * head.num_layers / head.num_blocks * work.mean_length_tokens / 2
     per_weight = 8 if recompute else 6
@@ -218,13 +222,32 @@ def train_work(
     if processes > 1:
         # Reduced and given out again, or gathered once more for the backward: each 4 bytes per weight, less one's own part.
         passes = 3 if share.gathers else 2
-        parts["exchange"] = work.num_steps * passes * 4 * weights * (processes - 1) / processes / (hardware.link_bytes_per_s * assume.link)
+        exchanged = passes * 4 * weights * (processes - 1) / processes
+        if share.sharded:
+            exchanged += muon_exchange_bytes(optimizer.matrices, processes=processes)
+        parts["exchange"] = work.num_steps * exchanged / (hardware.link_bytes_per_s * assume.link)
     flops += work.num_steps * optimizer.flops
     done = _slower("train", flops, parts)
     reading = work.num_epochs * cache_bytes / (hardware.disk_read_bytes_per_s * assume.disk)
     seconds = sum(parts.values())
     bound_by = "disk" if reading > seconds else done.bound_by
     return StageWork(stage="train", flops=flops, seconds=max(seconds, reading), bound_by=bound_by, parts=parts | {"disk": reading})
+
+
+def muon_exchange_bytes(matrices: Sequence[tuple[int, int]], *, processes: int) -> float:
+    """What one process sends in a step of Muon on matrices whose rows lie in shards, as torch's DTensor does the products.
+
+    X has the shorter side as its rows. X X' and its square are sums over the processes, each with its columns of X: in each of
+    five iterations the first is handed out in parts twice, and the second whole, which is twice a part; all in bfloat16. A matrix
+    whose rows are the shorter side is turned into columns for that, where it is used, and back.
+    """
+    others = (processes - 1) / processes
+    sent = 0.0
+    for rows, columns in matrices:
+        sent += _MUON_ITERATIONS * 4 * 2 * min(rows, columns) ** 2 * others
+        if rows <= columns:
+            sent += _MUON_TURNS * 2 * rows * columns / processes * others
+    return sent
 
 
 def evaluate_work(

@@ -172,6 +172,17 @@ def test_parallel_heads_and_draft_models_are_run_as_any_other(planned: Callable[
     assert step.optimizers["muon"].state < step.optimizers["adamw"].state
 
 
+def test_an_lm_head_of_its_own_has_one_gradient_however_many_rows_a_chunk_has(planned: Callable[..., Any]) -> None:
+    found = planned("llama3_8b", "eagle3")
+    few, many = (
+        measure_step(found.make_head, replace(OBJECTIVE, chunk_rows=rows), shape_of(found.target)).moments[CHUNK][CHUNK]
+        for rows in (256, 512)
+    )
+    lm_head = 4 * found.head.num_lm_head
+    assert 2 * lm_head < few < 5 * lm_head  # kept for the backward, and a chunk's own, in bf16 too, before it is added
+    assert many - few < 256 * 16 * found.head.num_lm_head / found.target.hidden_size, "and a chunk's rows take what rows take"
+
+
 def test_a_mode_that_is_none_is_refused(planned: Callable[..., Any], steps: dict[str, StepMemory]) -> None:
     with pytest.raises(ValueError, match=r"parallel: expected one of .*'zero3'.*found 'zero4'"):
         process_memory(steps["llama3_70b"], planned("llama3_70b").head, mode="zero4", rule="adamw", num_processes=2, packs_per_process=1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +23,7 @@ from mtp_train.planning.work import (
     Workload,
     engine_layouts,
     evaluate_work,
+    muon_exchange_bytes,
     precompute_work,
     regenerate_work,
     train_work,
@@ -75,7 +79,7 @@ ALL = Assumptions(
 )
 
 
-ADAMW = OptimizerStep(state=0, working=0, flops=0.0)
+ADAMW = OptimizerStep(state=0, working=0, flops=0.0, matrices=())
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek"])
@@ -138,11 +142,73 @@ def test_training_time_by_hand(planned: Callable[..., Any]) -> None:
     assert eight.parts["optimizer"] == pytest.approx(steps * 28 * p / 3e12)
     assert sharded.parts["optimizer"] == pytest.approx(eight.parts["optimizer"] / 8)
     assert eight.seconds == pytest.approx(sum(eight.parts[part] for part in ("compute", "optimizer", "exchange")))
-    muon = OptimizerStep(state=4 * p, working=0, flops=2e14)
+    muon = OptimizerStep(state=4 * p, working=0, flops=2e14, matrices=((8192, 28672),))
     multiplied = train_work(found.target, found.head, HARDWARE, ALL, WORK, mode="ddp", optimizer=muon, recompute=False, cache_bytes=0)
     assert multiplied.parts["optimizer"] == pytest.approx(steps * (20 * p / 3e12 + 2e14 / 1e15))  # each process does all of it
+    in_shards = train_work(found.target, found.head, HARDWARE, ALL, WORK, mode="fsdp2", optimizer=muon, recompute=False, cache_bytes=0)
+    assert in_shards.parts["optimizer"] == pytest.approx(multiplied.parts["optimizer"] / 8)
+    assert in_shards.parts["exchange"] == pytest.approx(
+        sharded.parts["exchange"] + steps * muon_exchange_bytes(muon.matrices, processes=8) / 4e11
+    )
+    assert "exchange" in multiplied.parts and multiplied.parts["exchange"] == pytest.approx(eight.parts["exchange"])
     starved = train_work(found.target, found.head, HARDWARE, ALL, WORK, mode="ddp", optimizer=adamw, recompute=False, cache_bytes=1e15)
     assert starved.bound_by == "disk" and starved.seconds == pytest.approx(2 * 1e15 / 1e10)
+
+
+# What torch exchanges for one step of Muon over each matrix, by eight processes of which only the first is there, on tensors without
+# memory; a link carries what a process lacks of a whole, twice where it is added up and handed out.
+EXCHANGED = """
+import json, sys, torch, torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, placement_types
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+processes, sent = 8, []
+passes = {"all_gather_into_tensor": processes, "all_reduce": 2, "reduce_scatter_tensor": 1}
+
+def turned(own, gather_dim, shard_dim, mesh, mesh_dim):  # on a CPU it gathers the whole, for want of gloo's exchange
+    sent.append(own.nbytes * (processes - 1) / processes)
+    size = [*own.shape]
+    size[gather_dim], size[shard_dim] = size[gather_dim] * processes, size[shard_dim] // processes
+    return own.new_empty(size)
+
+placement_types.shard_dim_alltoall = turned
+
+class Count(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # first what it is made of
+        name = func.name().removeprefix("_c10d_functional::")
+        if name in passes:
+            sent.append(passes[name] * args[0].nbytes * (processes - 1) / processes)
+        else:
+            assert "c10d" not in func.name() or "wait_tensor" in name, func.name()
+        return func(*args, **(kwargs or {}))
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
+mesh, found = init_device_mesh("cpu", (processes,)), []
+for rows, columns in json.loads(sys.argv[1]):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        local = torch.empty(rows // processes, columns)
+        parameter = torch.nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer = torch.optim.Muon([parameter], lr=0.1, adjust_lr_fn="match_rms_adamw")
+        sent.clear()
+        with Count():
+            optimizer.step()
+    found.append(sum(sent))
+print(json.dumps(found))
+"""
+
+
+def test_what_muon_exchanges_is_what_dtensor_exchanges() -> None:
+    """Llama-70B's matrices, on their sides and upright."""
+    shapes = [(8192, 16384), (8192, 8192), (1024, 8192), (28672, 8192)]
+    done = subprocess.run([sys.executable, "-c", EXCHANGED, json.dumps(shapes)], check=True, capture_output=True, text=True)
+    for shape, counted in zip(shapes, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        assert muon_exchange_bytes([shape], processes=8) == pytest.approx(counted, rel=0.1), shape
 
 
 def test_a_target_takes_as_many_devices_as_it_needs(planned: Callable[..., Any]) -> None:

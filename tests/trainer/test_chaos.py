@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,3 +66,30 @@ def test_a_process_that_comes_late_does_not_take_the_run_for_done(recipe: Any, t
     ranks = processes.Ranks([processes.run_of(recipe, tmp_path / "out", late=(1, 2.0))], num_ranks=2, logs=tmp_path)
     assert ranks.wait() == [0, 0], ranks.said()[-3000:]
     assert (tmp_path / "out" / "head.json").exists() and (tmp_path / "out" / "head.safetensors").read_bytes() == whole
+
+
+# Stands for torchrun: starts two processes, each in a session of its own, says their numbers, and ends both where one has ended.
+LAUNCHER = """
+import os, subprocess, sys
+started = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True) for _ in range(2)]
+print(os.getpid(), *(process.pid for process in started), flush=True)
+os.wait()
+for process in started:
+    process.kill()
+sys.exit(1)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc, as the tool does")
+@pytest.mark.parametrize("one", [None, 1, 2])
+def test_the_tool_leaves_no_process_of_a_launcher_running(tmp_path: Path, one: int | None) -> None:
+    """torchrun's processes are in sessions of their own: one that lived on would hold the run's folder against the next start."""
+    tool = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "chaos.py"))
+    group = tool["Group"]([sys.executable, "-c", LAUNCHER], tmp_path / "log")
+    while not (tmp_path / "log").read_text().endswith("\n"):
+        assert group.poll() is None
+        time.sleep(0.02)
+    started = [int(word) for word in (tmp_path / "log").read_text().split()]
+    group.kill(one)
+    assert not [process for process in started if tool["_runs"](process)]
+    assert group.poll() == (-9 if one is None else 1)
