@@ -105,6 +105,8 @@ def main(cfg: DictConfig) -> None:
 
         meta = meta_head(make_head, target)
         objective.check(meta)
+        if cfg.draft_steps < meta.num_blocks:
+            raise ValueError(f"draft_steps: expected at least head.num_blocks, {meta.num_blocks}, found {cfg.draft_steps}")
         work = _work(cfg, meta, num_tokens=num_tokens, exact_teacher=objective.needs("exact_teacher"))
         plan = make_plan(
             target=target,

@@ -53,6 +53,11 @@ class HeadRows:
                 f"decoding: expected a head that drafts behind its own drafts, found {head.word}, which speaks about all tokens at once; "
                 "it drafts with decoding=medusa_tree or chain"
             )
+        if not refresh and head.num_blocks > 1:
+            raise ValueError(
+                f"decoding.refresh: expected true for a head of {head.num_blocks} blocks, whose first block makes nothing of drafted "
+                "tokens that could be kept, found false"
+            )
         self.head, self.refresh = head, refresh and head.reads_hidden
         self.cache = RaggedCache(num_slots=num_slots)
         self._num_bases = [0] * num_slots
@@ -91,7 +96,7 @@ class HeadRows:
             counts.append(len(first) + len(bases.token_ids))
             token_ids += [*first, *bases.token_ids]
             hidden += [bases.hidden_BD.new_zeros((len(first), bases.hidden_BD.shape[1])), bases.hidden_BD]
-        drafted = self._run([bases.slot for bases in new], counts, token_ids, torch.cat(hidden), trees=None)
+        drafted = self._run([bases.slot for bases in new], counts, token_ids, torch.cat(hidden), trees=None, depth=0)
         for bases, count in zip(new, counts, strict=True):
             self._num_bases[bases.slot] += count
         drafting = [index for index, bases in enumerate(new) if bases.drafts]
@@ -99,18 +104,21 @@ class HeadRows:
         return Entered(drafting, drafted.hidden_TD[last_B], drafted.feedback_TD[last_B])
 
     def read(self, readings: Sequence[Reading], feedback_RD: torch.Tensor) -> Drafted:
-        """Read drafted nodes, behind one another; ``feedback_RD`` is what the head fed back at the node before each."""
+        """Read drafted nodes of one depth, behind one another; ``feedback_RD`` is what the head fed back at the node before each."""
         trees: list[Tree | None] = []
+        depths = set[int]()
         for reading in readings:
             entry, follows = self._entry[reading.slot], self._follows[reading.slot]
             for node, parent in zip(reading.nodes, reading.parents, strict=True):
                 follows.append(ROOT if parent == ROOT else entry[parent])
                 entry[node] = len(follows) - 1
             tree = Tree(follows)
+            depths.update(tree.depth[-len(reading.nodes) :])
             trees.append(None if tree.is_chain else tree)
         token_ids = [token for reading in readings for token in reading.token_ids]
         counts = [len(reading.nodes) for reading in readings]
-        return self._run([reading.slot for reading in readings], counts, token_ids, feedback_RD, trees=trees)
+        (depth,) = depths
+        return self._run([reading.slot for reading in readings], counts, token_ids, feedback_RD, trees=trees, depth=depth + 1)
 
     def _run(
         self,
@@ -120,9 +128,10 @@ class HeadRows:
         hidden_TD: torch.Tensor,
         *,
         trees: Sequence[Tree | None] | None,
+        depth: int,
     ) -> Drafted:
         device = hidden_TD.device
-        context = RaggedAttention(cache=self.cache, slots=slots, counts=counts, trees=trees)
+        context = RaggedAttention(cache=self.cache, slots=slots, counts=counts, trees=trees, depth=depth)
         drafted = self.head.draft(
             token_ids_T=torch.tensor(token_ids, dtype=torch.int64, device=device),
             hidden_TD=hidden_TD,

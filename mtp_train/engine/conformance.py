@@ -211,7 +211,7 @@ class _Replay:
         self.num_bases += count
 
     def _draft(self, rows: DraftRows, result: Conformance) -> None:
-        context = RaggedAttention(cache=self.cache, slots=[0], counts=[len(rows.position_R)])
+        context = RaggedAttention(cache=self.cache, slots=[0], counts=[len(rows.position_R)], depth=rows.depth)
         drafted = self.head.draft(token_ids_T=rows.token_ids_R, hidden_TD=self.feedback_1D, position_T=rows.position_R, context=context)
         context.commit()
         where = [self._where(position) for position in rows.position_R]

@@ -58,10 +58,13 @@ depth k below is head k."""
 _LAST_HIDDEN = "the target's last hidden state, `{hidden_state}` (post_norm: after the final norm, what the lm_head reads)"
 _LAYER = "(`{model_type}`, sizes and rotary settings as `target_config`\n   in config.json states them)"
 _PAIR = """1. e = embed(next token){zeroed}{embed_norm}; s = {hidden_norm}.
-2. u = `fc` · concat({columns}).
+2. u = `fc` · concat({columns}){bias}.
 3. r = `layers.0`(u): one decoder layer of the target's architecture {layer}, {input_norm}.
 4. o = {output_norm}; logits = the target's lm_head · o.
-5. The state that depth k + 1 reads in place of h is {feedback}."""
+5. The state that depth k + 1 reads in place of h is {feedback}.{blocks}"""
+_BLOCKS = """
+6. This is depth 0. Depth k takes the tensors of `blocks.k` in place of these, and attends causally to its own rows of that depth
+   alone; depths from {last} on take those of `blocks.{last}`, and attend to its first rows up to i and their own base's later ones."""
 _EAGLE3 = """1. {fusion}
 2. x = concat(`input_layernorm`(embed(next token)), `hidden_norm`(h)), both of `layers.0`; y = h + attention(x), with queries, keys and
    values of two hidden sizes; r = y + MLP(`post_attention_layernorm`(y)): attention and MLP of the target's architecture
@@ -122,14 +125,16 @@ def _pair(config: Mapping[str, Any], layer: str) -> str:
     norms = config["norms"]
     columns = ("s", "e") if config["column_order"] == "hidden_embed" else ("e", "s")
     return _PAIR.format(
-        zeroed=", zeroed at position 0" if config["zero_first_embedding"] else "",
+        zeroed=", zeroed at base 0" if config["zero_first_embedding"] else "",
         embed_norm=", then RMSNorm `embed_norm`" if norms["embed"] else "",
         hidden_norm="RMSNorm `hidden_norm` of the state" if norms["hidden"] else "the state as it is",
         columns=", ".join(columns),
+        bias=" + its bias" if config.get("projection_bias") else "",
         layer=layer,
         input_norm="with its input norm" if norms["input"] else "without its input norm",
         output_norm="RMSNorm `norm` of r" if norms["output"] else "r",
         feedback="o" if norms["feedback"] else "r",
+        blocks=_BLOCKS.format(last=config["num_blocks"] - 1) if config.get("num_blocks", 1) > 1 else "",
     )
 
 

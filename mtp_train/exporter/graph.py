@@ -72,6 +72,7 @@ class LayerGraph(Graph):
         from transformers import AutoConfig
 
         self.norms: Mapping[str, bool] = config["norms"]
+        self.num_blocks = config.get("num_blocks", 1)
         target = dict(config["target_config"])
         layer_config = AutoConfig.for_model(target.pop("model_type"), **target)
         layer_config._attn_implementation = "eager"
@@ -91,13 +92,14 @@ class LayerGraph(Graph):
     ) -> Iterator[GraphStep]:
         from transformers import DynamicCache
 
-        cache = DynamicCache()
+        caches = [DynamicCache() for _ in range(self.num_blocks)]
         state_TD = self._read_target(hidden_TD.float(), taps_TLD)
         for depth in range(num_depths):
             read_T = functional.pad(token_ids_T, (0, depth + 1))[depth + 1 :]
             embed_TD = functional.embedding(read_T, self.shared.embedding_VD).float()
-            raw_TD = self._layer(embed_TD, state_TD, depth=depth, cache=cache)
-            out_TD = self.modules["norm"](raw_TD)
+            block = min(depth, self.num_blocks - 1)
+            raw_TD = self._layer(embed_TD, state_TD, block=block, depth=depth, cache=caches[block])
+            out_TD = self.modules.get_submodule(self._prefix(block) + "norm")(raw_TD)
             yield GraphStep(out_TD, self._logits(out_TD))
             state_TD = out_TD if self.norms["feedback"] else raw_TD
 
@@ -105,22 +107,27 @@ class LayerGraph(Graph):
         return hidden_TD
 
     @abstractmethod
-    def _layer(self, embed_TD: torch.Tensor, state_TD: torch.Tensor, *, depth: int, cache: Cache) -> torch.Tensor:
-        """One depth's decoder layer over all bases, before the output norm, (T, D)."""
+    def _layer(self, embed_TD: torch.Tensor, state_TD: torch.Tensor, *, block: int, depth: int, cache: Cache) -> torch.Tensor:
+        """One depth's decoder layer over all bases, before the output norm, (T, D). ``block`` k comes in at depth k, with a cache of
+        its own."""
 
-    def _attention_inputs(self, x_1TE: torch.Tensor, *, depth: int) -> dict[str, Any]:
+    def _prefix(self, block: int) -> str:
+        """What the names of a block's tensors begin with."""
+        return f"blocks.{block}." if block else ""
+
+    def _attention_inputs(self, x_1TE: torch.Tensor, *, block: int, depth: int) -> dict[str, Any]:
         """Rotary embedding and mask of a depth, as transformers' layers and attention take them."""
         num_tokens = x_1TE.shape[1]
         position_1T = (torch.arange(num_tokens) + depth)[None]
         return {
             "position_embeddings": self.rotary(x_1TE, position_ids=position_1T),
-            "attention_mask": self._mask(num_tokens, depth),
+            "attention_mask": self._mask(num_tokens, depth - block),
             "position_ids": position_1T,
         }
 
     def _mask(self, num_tokens: int, depth: int) -> torch.Tensor:
-        """What is added to the scores, (1, 1, T, (depth + 1) T): the keys of depth 0 up to the base, of later depths the
-        base's own. A sliding window counts from the base."""
+        """What is added to the scores, (1, 1, T, (depth + 1) T): the keys of the block's first depth up to the base, of ``depth``
+        later ones the base's own. A sliding window counts from the base."""
         base = torch.arange(num_tokens)
         sees = base[None, :] <= base[:, None]
         window = self.config.sliding_window if self._slides() else None
@@ -142,15 +149,20 @@ class LayerGraph(Graph):
 class PairGraph(LayerGraph):
     """Projection of (hidden, next token), one decoder layer, an output norm; which norms there are, the config says.
 
-    Tensors: embed_norm, hidden_norm, fc, layers.0.*, norm.
+    Tensors: embed_norm, hidden_norm, fc, layers.0.*, norm; of block k, where there are more, the same behind blocks.k.
     """
 
     def __init__(self, *, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], shared: SharedWeights) -> None:
         self.column_order: str = config["column_order"]
         self.zero_first_embedding: bool = config["zero_first_embedding"]
+        self.projection_bias: bool = config.get("projection_bias", False)
         super().__init__(config=config, tensors=tensors, shared=shared)
 
     def _modules(self, config: Mapping[str, Any]) -> dict[str, torch.nn.Module]:
+        later = {str(block): torch.nn.ModuleDict(self._block()) for block in range(1, self.num_blocks)}
+        return {**self._block(), **({"blocks": torch.nn.ModuleDict(later)} if later else {})}
+
+    def _block(self) -> dict[str, torch.nn.Module]:
         layer = self.parts.layer(self.config, self.layer_index)
         if not self.norms["input"]:
             layer.input_layernorm = torch.nn.Identity()
@@ -158,18 +170,19 @@ class PairGraph(LayerGraph):
         return {
             "embed_norm": self._norm(there=self.norms["embed"]),
             "hidden_norm": self._norm(there=self.norms["hidden"]),
-            "fc": torch.nn.Linear(2 * size, size, bias=False),
+            "fc": torch.nn.Linear(2 * size, size, bias=self.projection_bias),
             "layers": torch.nn.ModuleList([layer]),
             "norm": self._norm(there=self.norms["output"]),
         }
 
-    def _layer(self, embed_TD: torch.Tensor, state_TD: torch.Tensor, *, depth: int, cache: Cache) -> torch.Tensor:
-        if self.zero_first_embedding and depth == 0:
+    def _layer(self, embed_TD: torch.Tensor, state_TD: torch.Tensor, *, block: int, depth: int, cache: Cache) -> torch.Tensor:
+        part = {name: self.modules.get_submodule(self._prefix(block) + name) for name in ("embed_norm", "hidden_norm", "fc", "layers.0")}
+        if self.zero_first_embedding and depth == block:
             embed_TD[0] = 0.0
-        embed_TD, state_TD = self.modules["embed_norm"](embed_TD), self.modules["hidden_norm"](state_TD)
+        embed_TD, state_TD = part["embed_norm"](embed_TD), part["hidden_norm"](state_TD)
         pair = [state_TD, embed_TD] if self.column_order == "hidden_embed" else [embed_TD, state_TD]
-        fused_1TD = self.modules["fc"](torch.cat(pair, dim=-1))[None]
-        layer: Any = self.modules.get_submodule("layers.0")
-        out = layer(fused_1TD, past_key_values=cache, use_cache=True, **self._attention_inputs(fused_1TD, depth=depth))
+        fused_1TD = part["fc"](torch.cat(pair, dim=-1))[None]
+        inputs = self._attention_inputs(fused_1TD, block=block, depth=depth)
+        out = part["layers.0"](fused_1TD, past_key_values=cache, use_cache=True, **inputs)
         raw_TD: torch.Tensor = (out[0] if isinstance(out, tuple) else out)[0]
         return raw_TD

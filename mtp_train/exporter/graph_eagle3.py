@@ -67,10 +67,12 @@ class Eagle3Graph(LayerGraph):
         state_TD: torch.Tensor = self.modules["fc"](torch.cat(taps, dim=-1))
         return state_TD
 
-    def _layer(self, embed_TD: torch.Tensor, state_TD: torch.Tensor, *, depth: int, cache: Cache) -> torch.Tensor:
+    def _layer(self, embed_TD: torch.Tensor, state_TD: torch.Tensor, *, block: int, depth: int, cache: Cache) -> torch.Tensor:
         layer: Any = self.modules.get_submodule("layers.0")
         pair_1TE = torch.cat([layer.input_layernorm(embed_TD), layer.hidden_norm(state_TD)], dim=-1)[None]
-        attended_1TD, _ = layer.self_attn(hidden_states=pair_1TE, past_key_values=cache, **self._attention_inputs(pair_1TE, depth=depth))
+        attended_1TD, _ = layer.self_attn(
+            hidden_states=pair_1TE, past_key_values=cache, **self._attention_inputs(pair_1TE, block=block, depth=depth)
+        )
         y_TD: torch.Tensor = state_TD + attended_1TD[0]
         return y_TD + layer.mlp(layer.post_attention_layernorm(y_TD))
 

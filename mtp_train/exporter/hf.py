@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,19 @@ from mtp_train.target.weights import SharedWeights, read_shared
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 FORMAT_VERSION = 1
-PAIR_TABLE = (
+_BLOCK = (
     Rename("embed_norm.weight", "embed_norm.weight"),
     Rename("hidden_norm.weight", "hidden_norm.weight"),
-    Rename("projection.weight", "fc.weight"),
+    Rename("projection.*", "fc.*"),
     Rename("decoder.layer.*", "layers.0.*"),
     Rename("output_norm.weight", "norm.weight"),
 )
+
+
+def pair_table(num_blocks: int) -> tuple[Rename, ...]:
+    """The renames of a pair head's tensors: later blocks, which head.safetensors counts from 0, are blocks.1 and on here."""
+    later = (Rename(f"later_blocks.{k - 1}.{row.ours}", f"blocks.{k}.{row.theirs}") for k in range(1, num_blocks) for row in _BLOCK)
+    return (*_BLOCK, *later)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +45,7 @@ class _Layout:
     model_type: str
     architecture: str
     graph: type[Graph]
-    table: tuple[Rename, ...]
+    table: Callable[[int], tuple[Rename, ...]]  # by the number of blocks
     settings: tuple[str, ...]
     norms: frozenset[str] | None
 
@@ -47,7 +54,7 @@ _PAIR = _Layout(
     model_type="mtp_train_pair",
     architecture="MtpTrainPairHead",
     graph=PairGraph,
-    table=PAIR_TABLE,
+    table=pair_table,
     settings=("norms", "column_order", "zero_first_embedding"),
     norms=frozenset({"embed", "hidden", "input", "output", "feedback"}),
 )
@@ -55,7 +62,7 @@ _EAGLE3 = _Layout(
     model_type="mtp_train_eagle3",
     architecture="MtpTrainEagle3Head",
     graph=Eagle3Graph,
-    table=EAGLE3_TABLE,
+    table=lambda _: EAGLE3_TABLE,
     settings=("norms", "target_layer_ids", "draft_vocab_size"),
     norms=frozenset({"taps", "feedback"}),
 )
@@ -101,7 +108,8 @@ class HfExporter(Exporter):
         finished = finished_export(out, identity=identity)
         if finished is not None:
             return finished
-        tensors = {name: tensor.contiguous() for name, tensor in rename(with_offsets(source), layout.table).items()}
+        num_blocks = config.get("num_blocks", 1)
+        tensors = {name: tensor.contiguous() for name, tensor in rename(with_offsets(source), layout.table(num_blocks)).items()}
         with publishing(out, identity=identity, overwrite=self.overwrite) as publication:
             _write(publication.folder, config, tensors)
             read_config, read = _read(publication.folder)
@@ -144,7 +152,7 @@ def exported_config(source: Source) -> dict[str, Any]:
         "head": head["head"],
         "method": head["method"],
         "hidden_state": head["hidden_state"],
-        **{key: settings[key] for key in layout.settings},
+        **{key: settings[key] for key in (*layout.settings, "num_blocks", "projection_bias") if key in settings},
         "target": head["target"],
         "target_config": source.target_config,
         "head_weights_sha256": head["weights_sha256"],

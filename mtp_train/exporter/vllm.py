@@ -10,6 +10,7 @@ import torch
 from mtp_train.exporter.base import Exporter, ExportResult, Source, finished_export, identity_of, publishing, read_source
 from mtp_train.exporter.proof import same_tensors
 from mtp_train.exporter.served import SERVE
+from mtp_train.exporter.vllm_classes import MORE_BLOCKS
 from mtp_train.exporter.vllm_draft_model import DraftModelForm
 from mtp_train.exporter.vllm_form import WEIGHTS, Form
 from mtp_train.exporter.vllm_layer import LayerForm
@@ -47,6 +48,16 @@ class VllmExporter(Exporter):
     def _form(self, source: Source) -> Form:
         """How vLLM reads the head. Errors: ValueError where none of its classes, and not our plugin, computes its graph."""
         settings, method = source.head["settings"], source.head["method"]
+        if settings.get("num_blocks", 1) > 1:
+            raise ValueError(
+                f"exporter=vllm: expected a head of one block, found num_blocks={settings['num_blocks']}; {MORE_BLOCKS}: decode with "
+                "engine=hf, or export with exporter=hf"
+            )
+        if settings.get("projection_bias"):
+            raise ValueError(
+                "exporter=vllm: expected a projection without a bias, as every class of vLLM 0.32 and our plugin have it, found one with: "
+                "decode with engine=hf, export with exporter=hf, or train with head.projection_bias=false"
+            )
         if source.head["hidden_state"] != "post_norm":
             raise ValueError(
                 f"exporter=vllm: expected a head that reads post_norm hidden states, as vLLM hands them out, "

@@ -33,6 +33,12 @@ _O_BIAS = ("self_attn.o_proj.bias",)
 _MLP_BIAS = ("mlp.gate_proj.bias", "mlp.up_proj.bias", "mlp.down_proj.bias")
 _QK_NORM = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
+# What vLLM 0.32 does with num_nextn_predict_layers above 1. Its first runner calls every draft step with the first block, whatever
+# the class (llm_base_proposer.py passes no spec_step_idx; step3p5.py alone does). Its second takes block k at step k, over all
+# tokens (multi_module_mtp/speculator.py): our graph, but for the steps beyond the blocks, where deepseek_mtp.py begins again with
+# the first. MiMoMTP, by which we serve such heads of one block, asserts that the step is 0 (mimo_mtp.py).
+MORE_BLOCKS = "MiMoMTP, vLLM's class for this layer, asserts that every draft step is the first, or is called for the first block alone"
+
 LayerKind = Literal["qwen2", "llama", "minicpm", "eagle3", "eagle3_qwen3", "plugin"]
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from mtp_train.batch.shift import own_rows, read_tokens, rotary_positions
-from mtp_train.nn.attention import AttentionContext, PackedAttention
+from mtp_train.nn.attention import DraftContext, PackedAttention
 from mtp_train.nn.recompute import by_rows
 from mtp_train.records import Batch, DraftStep
 from mtp_train.target.weights import SharedWeights
@@ -115,7 +115,9 @@ class Head(nn.Module, ABC):
         return False
 
     def start(self, batches: Iterable[Batch]) -> None:
-        """Set from data what has a closed form; no gradients. Heads that have nothing of the kind are never asked."""
+        """Set from data what has a closed form; no gradients. Heads that have nothing of the kind are never asked.
+
+        ``batches`` can be gone through more than once."""
         raise AssertionError(f"{self.word} does not start from data")
 
     def unroll(self, batch: Batch) -> Iterator[DraftStep]:
@@ -125,6 +127,11 @@ class Head(nn.Module, ABC):
         keys of all earlier ones (training-time test, Li et al. 2025, section 3.2). Equal to ``draft`` called incrementally
         from every base (a test of each head says so).
         """
+        for depth, drafted in enumerate(self.drafted(batch)):
+            yield DraftStep(ahead=depth + 2, hidden_TD=drafted.hidden_TD, project=self.project, parameters=self.projection_parameters)
+
+    def drafted(self, batch: Batch) -> Iterator[Drafted]:
+        """``unroll``, with what each depth feeds back."""
         context = PackedAttention(bounds=batch.bounds, share=batch.share)
         taps_TLD = None if batch.taps_TLD is None else own_rows(batch, batch.taps_TLD)
         hidden_TD = self.read_target(own_rows(batch, batch.hidden_TD), taps_TLD)
@@ -136,13 +143,13 @@ class Head(nn.Module, ABC):
                 position_T=rotary_positions(batch, depth=depth),
                 context=context,
             )
-            yield DraftStep(ahead=depth + 2, hidden_TD=drafted.hidden_TD, project=self.project, parameters=self.projection_parameters)
+            yield drafted
             hidden_TD = drafted.feedback_TD
             context.next_depth()
             depth += 1
 
     @abstractmethod
-    def draft(self, *, token_ids_T: torch.Tensor, hidden_TD: torch.Tensor, position_T: torch.Tensor, context: AttentionContext) -> Drafted:
+    def draft(self, *, token_ids_T: torch.Tensor, hidden_TD: torch.Tensor, position_T: torch.Tensor, context: DraftContext) -> Drafted:
         """Inference: rows (h_i, x_{i+1}) at rotary position i of one or more sequences, over their KV cache; h_i is what
         ``read_target`` gave, at later depths what the depth before fed back."""
 

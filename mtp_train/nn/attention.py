@@ -30,6 +30,22 @@ class AttentionContext(Protocol):
         ...
 
 
+class DraftContext(AttentionContext, Protocol):
+    """The context of a draft head's rows. ``depth``: how many of the head's own states lie between them and the target's, 0 where
+    they read these. The rest is for heads of several blocks, one per depth, each with keys of its own."""
+
+    depth: int
+
+    def block(self, number: int) -> AttentionContext:
+        """Where block ``number`` attends to: to its own keys alone, whose first rows are those of depth ``number``."""
+        ...
+
+    def states_before(self, number: int, state_TD: torch.Tensor) -> torch.Tensor | None:
+        """What block ``number`` made of the row before each, where ``state_TD`` is what it made of these: the next block reads it
+        with these rows' tokens. None in training, where the next depth brings all of the next block's rows at once."""
+        ...
+
+
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -205,9 +221,15 @@ class PackedAttention:
     ) -> torch.Tensor:
         return self.attend_at(self.depth, layer_index, q_NTH, k_NTH, v_NTH, scale=scale, window=window)
 
-    def at_this_depth(self) -> AttentionContext:
+    def at_this_depth(self) -> DraftContext:
         """The context as it is now, for a computation that is done once more in the backward, when later depths have come."""
         return _AtDepth(self, self.depth)
+
+    def block(self, number: int) -> AttentionContext:
+        return _AtDepth(self, self.depth).block(number)
+
+    def states_before(self, number: int, state_TD: torch.Tensor) -> None:
+        return None
 
     def attend_at(
         self,
@@ -243,12 +265,20 @@ class PackedAttention:
 
 
 class _AtDepth:
-    """A ``PackedAttention`` held at one depth."""
+    """A ``PackedAttention`` held at one depth. ``number`` None: for the layers by their own index; else for that block of a head,
+    which comes in at the depth of its number and keeps its keys under it."""
 
-    def __init__(self, packed: PackedAttention, depth: int) -> None:
-        self._packed, self._depth = packed, depth
+    def __init__(self, packed: PackedAttention, depth: int, *, number: int | None = None) -> None:
+        self._packed, self.depth, self._number = packed, depth, number
+
+    def block(self, number: int) -> AttentionContext:
+        return _AtDepth(self._packed, self.depth, number=number)
+
+    def states_before(self, number: int, state_TD: torch.Tensor) -> None:
+        return None
 
     def attend(
         self, layer_index: int, q_NTH: torch.Tensor, k_NTH: torch.Tensor, v_NTH: torch.Tensor, *, scale: float, window: int | None
     ) -> torch.Tensor:
-        return self._packed.attend_at(self._depth, layer_index, q_NTH, k_NTH, v_NTH, scale=scale, window=window)
+        depth, key = (self.depth, layer_index) if self._number is None else (self.depth - self._number, self._number)
+        return self._packed.attend_at(depth, key, q_NTH, k_NTH, v_NTH, scale=scale, window=window)

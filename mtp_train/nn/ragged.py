@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from mtp_train.nn.tree import Tree
+from mtp_train.nn.tree import Tree, sees_keys, sees_keys_of_several, tree_positions
 
 # The cache grows by doubling from this many tokens per slot.
 FIRST_CAPACITY_TOKENS = 256
@@ -21,6 +21,18 @@ FIRST_CAPACITY_TOKENS = 256
 _FEW_ROWS = 32
 # Sequences attend together while reading all of them to the longest one's end reads at most this many times what they hold.
 _MOST_PADDING = 2.0
+
+
+class _Block(NamedTuple):
+    """A forward's attention as one of a head's blocks uses it (``nn.attention.DraftContext``)."""
+
+    forward: RaggedAttention
+    number: int
+
+    def attend(
+        self, layer_index: int, q_NTH: torch.Tensor, k_NTH: torch.Tensor, v_NTH: torch.Tensor, *, scale: float, window: int | None
+    ) -> torch.Tensor:
+        return self.forward.attend_from(self.number, self.number, q_NTH, k_NTH, v_NTH, scale=scale, window=window)
 
 
 class _Group(NamedTuple):
@@ -93,20 +105,28 @@ class RaggedAttention:
     A row sees all that its slot held before, and of the new rows those up to itself. Where ``trees[j]`` is given, the new
     rows are its last ones, and its earlier ones are the last that the slot holds: a row sees its ancestors in the tree and
     all that stood before the tree. Call ``commit`` after the forward to count the new rows in.
+
+    ``depth``: of a head's rows, how many of its own states lie between them and the target's (``nn.attention.DraftContext``).
     """
 
     def __init__(
-        self, *, cache: RaggedCache, slots: Sequence[int], counts: Sequence[int], trees: Sequence[Tree | None] | None = None
+        self,
+        *,
+        cache: RaggedCache,
+        slots: Sequence[int],
+        counts: Sequence[int],
+        trees: Sequence[Tree | None] | None = None,
+        depth: int = 0,
     ) -> None:
         assert len(slots) == len(counts) == len(set(slots)), (slots, counts)
-        self.cache, self.slots, self.counts = cache, list(slots), list(counts)
+        self.cache, self.slots, self.counts, self.depth = cache, list(slots), list(counts), depth
         self.trees: list[Tree | None] = [None] * len(self.slots) if trees is None else list(trees)
         self.starts = [cache.lengths[slot] for slot in self.slots]
         cache.reserve(max((start + count for start, count in zip(self.starts, self.counts, strict=True)), default=0))
         self._slot_T: torch.Tensor | None = None
         self._row_T: torch.Tensor | None = None
         self._position_T: torch.Tensor | None = None
-        self._groups: dict[int | None, list[_Group]] = {}
+        self._groups: dict[tuple[int | None, int], list[_Group]] = {}
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """Position in its sequence of each new row, int64 (T,): where the row is stored, but for trees, in which rows of one
@@ -116,7 +136,7 @@ class RaggedAttention:
         if self._position_T is None or self._position_T.device != device:
             found: list[int] = []
             for start, count, tree in zip(self.starts, self.counts, self.trees, strict=True):
-                found += range(start, start + count) if tree is None else _tree_positions(start + count, tree)[-count:]
+                found += range(start, start + count) if tree is None else tree_positions(start + count, tree)[-count:]
             self._position_T = torch.tensor(found, dtype=torch.int64, device=device)
         return self._position_T
 
@@ -136,11 +156,44 @@ class RaggedAttention:
     def attend(
         self, layer_index: int, q_NTH: torch.Tensor, k_NTH: torch.Tensor, v_NTH: torch.Tensor, *, scale: float, window: int | None
     ) -> torch.Tensor:
+        return self.attend_from(0, layer_index, q_NTH, k_NTH, v_NTH, scale=scale, window=window)
+
+    def block(self, number: int) -> _Block:
+        """A row of block b stands with the token that it reads, b places behind its base: its first b entries are no bases'."""
+        return _Block(self, number)
+
+    def states_before(self, number: int, state_TD: torch.Tensor) -> torch.Tensor:
+        """Keep what block ``number`` made of these rows, and return what it made of the row that each follows; zeros where a
+        sequence begins."""
+        state_1TD, device = state_TD[None], state_TD.device
+        states, nothing = self.cache.layer(-1 - number, state_1TD, state_1TD[..., :0])
+        self._write(states, nothing, state_1TD, state_1TD[..., :0])
+        before: list[int] = []
+        for start, count, tree in zip(self.starts, self.counts, self.trees, strict=True):
+            if tree is None:
+                before += range(start - 1, start + count - 1)
+            else:  # parent -1 is what stood before the tree
+                before += [start + count - len(tree) + parent for parent in tree.parents[-count:]]
+        row_T = torch.tensor(before, dtype=torch.int64, device=device)
+        return states[self._slot_of_each(device), 0, row_T.clamp_min(0)].masked_fill((row_T < 0)[:, None], 0.0)
+
+    def attend_from(
+        self,
+        first_entry: int,
+        layer_index: int,
+        q_NTH: torch.Tensor,
+        k_NTH: torch.Tensor,
+        v_NTH: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """``attend`` where no row sees a slot's entries before ``first_entry``, but for itself."""
         keys, values = self.cache.layer(layer_index, k_NTH, v_NTH)
         self._write(keys, values, k_NTH, v_NTH)
         outs = []
         row = 0
-        for group in self._groups_within(window, q_NTH, heads_per_key=q_NTH.shape[0] // k_NTH.shape[0]):
+        for group in self._groups_within(window, first_entry, q_NTH, heads_per_key=q_NTH.shape[0] // k_NTH.shape[0]):
             slot, rows = self.slots[group.first], sum(self.counts[group.first : group.last])
             end = max(start + count for start, count in self._spans(group.first, group.last))
             mine_NRH = q_NTH[:, row : row + rows]
@@ -166,20 +219,26 @@ class RaggedAttention:
                 values[slot, :, start : start + count] = v_NTH[:, first : first + count]
                 first += count
             return
-        if self._slot_T is None:
-            rows = [slot for slot, count in zip(self.slots, self.counts, strict=True) for _ in range(count)]
-            self._slot_T = torch.tensor(rows, dtype=torch.int64, device=keys.device)
-        row_T = self._rows(keys.device)
-        keys[self._slot_T, :, row_T] = k_NTH.transpose(0, 1)
-        values[self._slot_T, :, row_T] = v_NTH.transpose(0, 1)
+        slot_T, row_T = self._slot_of_each(keys.device), self._rows(keys.device)
+        keys[slot_T, :, row_T] = k_NTH.transpose(0, 1)
+        values[slot_T, :, row_T] = v_NTH.transpose(0, 1)
 
-    def _groups_within(self, window: int | None, q_NTH: torch.Tensor, *, heads_per_key: int) -> list[_Group]:
-        """Who attends together, and what each may see, made once per forward and window: all layers share it."""
-        if window not in self._groups:
-            self._groups[window] = [
-                _Group(first, last, self._mask_of(first, last, window, q_NTH, heads_per_key=heads_per_key)) for first, last in self._runs()
+    def _slot_of_each(self, device: torch.device) -> torch.Tensor:
+        """The slot of each new row, int64 (T,)."""
+        if self._slot_T is None or self._slot_T.device != device:
+            slots = [slot for slot, count in zip(self.slots, self.counts, strict=True) for _ in range(count)]
+            self._slot_T = torch.tensor(slots, dtype=torch.int64, device=device)
+        return self._slot_T
+
+    def _groups_within(self, window: int | None, first_entry: int, q_NTH: torch.Tensor, *, heads_per_key: int) -> list[_Group]:
+        """Who attends together, and what each may see, made once per forward and limit: all layers share it."""
+        key = (window, first_entry)
+        if key not in self._groups:
+            self._groups[key] = [
+                _Group(first, last, self._mask_of(first, last, window, first_entry, q_NTH, heads_per_key=heads_per_key))
+                for first, last in self._runs()
             ]
-        return self._groups[window]
+        return self._groups[key]
 
     def _runs(self) -> list[tuple[int, int]]:
         """Stretches of entries whose slots lie behind one another and bring equally few rows, and whose lengths are so
@@ -203,15 +262,18 @@ class RaggedAttention:
             runs.append((first, len(self.slots)))
         return runs
 
-    def _mask_of(self, first: int, last: int, window: int | None, q_NTH: torch.Tensor, *, heads_per_key: int) -> torch.Tensor | None:
+    def _mask_of(
+        self, first: int, last: int, window: int | None, first_entry: int, q_NTH: torch.Tensor, *, heads_per_key: int
+    ) -> torch.Tensor | None:
         """A group's mask as what is added to the scores. For few rows it is repeated for each query head that shares a key."""
         spans, device = self._spans(first, last), q_NTH.device
         if last == first + 1:
             start, count = spans[0]
-            sees = _mask(start, count, self.trees[first], window, device)
+            sees = sees_keys(start, count, self.trees[first], window, first_entry, device)
         else:
             count, end = spans[0][1], max(start + count for start, count in spans)
-            sees = _mask_of_several([start for start, _ in spans], count, end, self.trees[first:last], window, device)
+            starts = [start for start, _ in spans]
+            sees = sees_keys_of_several(starts, count, end, self.trees[first:last], window, first_entry, device)
         if sees is None:
             return None
         added = torch.zeros(sees.shape, dtype=q_NTH.dtype, device=device).masked_fill_(~sees, float("-inf"))
@@ -253,46 +315,3 @@ def _attend_several(
     out_SNRH = functional.scaled_dot_product_attention(q_SNRH, keys_SNEH, values_SNEH, attn_mask=mask_S1RE, scale=scale)
     out = out_SNRH.reshape(num_seqs, num_kv_heads, split[1], split[3], -1).permute(1, 2, 0, 3, 4)
     return out.reshape(num_heads, num_rows, -1)
-
-
-def _tree_positions(end: int, tree: Tree) -> list[int]:
-    """Positions of a tree's rows where the last of them is stored at ``end - 1``."""
-    return [end - len(tree) + depth for depth in tree.depth]
-
-
-def _mask(start: int, count: int, tree: Tree | None, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Who sees whom, bool (count, start + count); None where torch's own causal form says the same."""
-    end = start + count
-    windowed = window is not None and end > window
-    if tree is None and not windowed and (start == 0 or count == 1):
-        return None
-    key = torch.arange(end, device=device)
-    sees = key[None, :] <= key[start:, None]
-    position = key
-    if tree is not None:
-        first = end - len(tree)
-        assert 0 <= first <= start, (start, count, len(tree))
-        sees[:, first:] = tree.sees_MM[-count:].to(device)
-        position = torch.cat([key[:first], torch.tensor(_tree_positions(end, tree), dtype=torch.int64, device=device)])
-    if windowed:
-        assert window is not None
-        sees = sees & (position[None, :] > position[start:, None] - window)
-    return sees
-
-
-def _mask_of_several(
-    starts: Sequence[int], count: int, end: int, trees: Sequence[Tree | None], window: int | None, device: torch.device
-) -> torch.Tensor:
-    """Who sees whom for sequences of ``count`` new rows each, bool (sequences, count, end)."""
-    start_S11 = torch.tensor(starts, device=device)[:, None, None]
-    row_SR1 = start_S11 + torch.arange(count, device=device)[None, :, None]
-    key_11E = torch.arange(end, device=device)[None, None, :]
-    sees = key_11E <= row_SR1
-    if window is not None:
-        sees &= key_11E > row_SR1 - window
-    for index, (start, tree) in enumerate(zip(starts, trees, strict=True)):
-        mask = None if tree is None else _mask(start, count, tree, window, device)
-        if mask is not None:
-            sees[index] = False
-            sees[index, :, : start + count] = mask
-    return sees

@@ -39,3 +39,59 @@ class Tree:
             seen[row] = True
             sees.append(seen)
         return torch.tensor(sees, dtype=torch.bool).reshape(len(self.parents), len(self.parents))
+
+
+def tree_positions(end: int, tree: Tree) -> list[int]:
+    """Positions of a tree's rows where the last of them is stored at ``end - 1``."""
+    return [end - len(tree) + depth for depth in tree.depth]
+
+
+def sees_keys(start: int, count: int, tree: Tree | None, window: int | None, first_entry: int, device: torch.device) -> torch.Tensor | None:
+    """Who of ``count`` new rows sees whom of all, bool (count, start + count); None where torch's own causal form says the same.
+
+    Of the entries before ``first_entry`` a row sees none but itself: a row always sees one, or its softmax had nothing to sum.
+    """
+    end = start + count
+    windowed = window is not None and end > window
+    if tree is None and not windowed and not first_entry and (start == 0 or count == 1):
+        return None
+    key = torch.arange(end, device=device)
+    sees = key[None, :] <= key[start:, None]
+    position = key
+    if tree is not None:
+        first = end - len(tree)
+        assert 0 <= first <= start, (start, count, len(tree))
+        sees[:, first:] = tree.sees_MM[-count:].to(device)
+        position = torch.cat([key[:first], torch.tensor(tree_positions(end, tree), dtype=torch.int64, device=device)])
+    if windowed:
+        assert window is not None
+        sees = sees & (position[None, :] > position[start:, None] - window)
+    if first_entry:
+        sees = sees & ((key[None, :] >= first_entry) | (key[None, :] == key[start:, None]))
+    return sees
+
+
+def sees_keys_of_several(
+    starts: Sequence[int],
+    count: int,
+    end: int,
+    trees: Sequence[Tree | None],
+    window: int | None,
+    first_entry: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """``sees_keys`` of sequences of ``count`` new rows each, bool (sequences, count, end)."""
+    start_S11 = torch.tensor(starts, device=device)[:, None, None]
+    row_SR1 = start_S11 + torch.arange(count, device=device)[None, :, None]
+    key_11E = torch.arange(end, device=device)[None, None, :]
+    sees = key_11E <= row_SR1
+    if window is not None:
+        sees &= key_11E > row_SR1 - window
+    if first_entry:
+        sees &= (key_11E >= first_entry) | (key_11E == row_SR1)
+    for index, (start, tree) in enumerate(zip(starts, trees, strict=True)):
+        mask = None if tree is None else sees_keys(start, count, tree, window, first_entry, device)
+        if mask is not None:
+            sees[index] = False
+            sees[index, :, : start + count] = mask
+    return sees

@@ -42,15 +42,21 @@ def start_from_data(head: Head, train: Subset, numbers: Sequence[int], *, device
     """
     if not head.starts_from_data:
         return
-    stride = 1 + sum(train.lengths[number] for number in numbers) // MAX_TOKENS
-    numbers = numbers[::stride]
-
-    def batches() -> Iterator[Batch]:
-        with progress(desc="start from data", unit="tok", total=sum(train.lengths[number] for number in numbers)) as bar:
-            for number in numbers:
-                yield pack([train[number]]).to(device)
-                bar.update(train.lengths[number])
-
     head.to(device)
     with torch.no_grad():
-        head.start(batches())
+        head.start(_Batches(train, numbers, device))
+
+
+class _Batches:
+    """The samples that a head is fitted to, one by one, as often as they are asked for."""
+
+    def __init__(self, train: Subset, numbers: Sequence[int], device: torch.device) -> None:
+        self._train, self._device = train, device
+        self._numbers = numbers[:: 1 + sum(train.lengths[number] for number in numbers) // MAX_TOKENS]
+
+    def __iter__(self) -> Iterator[Batch]:
+        total = sum(self._train.lengths[number] for number in self._numbers)
+        with progress(desc="start from data", unit="tok", total=total) as bar:
+            for number in self._numbers:
+                yield pack([self._train[number]]).to(self._device)
+                bar.update(self._train.lengths[number])

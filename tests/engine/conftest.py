@@ -122,7 +122,7 @@ def leaning_head():
 
     names = ("embed", "hidden", "input", "output", "feedback")
 
-    def make(target: Path, word: str):
+    def make(target: Path, word: str, *, num_blocks: int = 1):
         cls, on, order = {"mtp": (Mtp, True, "hidden_embed"), "eagle": (Eagle, False, "embed_hidden")}[word]
         settings = {
             "norms": dict.fromkeys(names, on),
@@ -130,14 +130,16 @@ def leaning_head():
             "zero_first_embedding": on,
             "init": "target_last_layer",
             "seed": 7,
+            "num_blocks": num_blocks,
         }
 
         def load(path, shared):
             head = cls(target_path=target, shared=shared, trust_remote_code=False, **settings)
             with torch.no_grad():
                 half = head.projection.weight.shape[0]
-                head.projection.weight[:, : 2 * half].mul_(0.05)
-                head.projection.weight[:, (half if on else 0) : (2 * half if on else half)].add_(torch.eye(half))
+                for block in (head, *head.later_blocks):
+                    block.projection.weight[:, : 2 * half].mul_(0.05)
+                    block.projection.weight[:, (half if on else 0) : (2 * half if on else half)].add_(torch.eye(half))
             return head
 
         return load

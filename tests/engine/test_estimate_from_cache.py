@@ -37,10 +37,12 @@ def _many(num: int, seed: int):
     ]
 
 
-@pytest.mark.parametrize("word", ["mtp", "eagle"])
-@pytest.mark.parametrize("k", [1, 3, 5])
-def test_greedy_counts_are_those_of_real_decoding(easy_target, make_engine, leaning_head, word, k):
-    engine = make_engine(easy_target, load_head=leaning_head(easy_target, word), batch_size=16, max_prefill_tokens=512)
+@pytest.mark.parametrize(
+    ("word", "num_blocks", "k"), [*((word, 1, k) for word in ("mtp", "eagle") for k in (1, 3, 5)), ("mtp", 2, 5), ("mtp", 3, 3)]
+)
+def test_greedy_counts_are_those_of_real_decoding(easy_target, make_engine, leaning_head, word, num_blocks, k):
+    head = leaning_head(easy_target, word, num_blocks=num_blocks)
+    engine = make_engine(easy_target, load_head=head, batch_size=16, max_prefill_tokens=512)
     prompts = _many(24, seed=0)
     sampling = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=50, seed=0)
     settings = SpeculateSettings(

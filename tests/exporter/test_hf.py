@@ -64,6 +64,19 @@ def test_any_mixture_of_norms(checkpoint_of: Make, tiny_llama: Path, tmp_path: P
     assert torch.allclose(logits(result.path, tiny_llama, checkpoint), expected, rtol=0, atol=5e-5 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("num_blocks", [2, 4])
+def test_a_head_of_several_blocks_loads_back(checkpoint_of: Make, tiny_llama: Path, tmp_path: Path, num_blocks: int) -> None:
+    """The probe is as deep as there are blocks, so that each takes part; the card says which tensors serve which depth."""
+    checkpoint = checkpoint_of(tiny_llama, word="mtp", num_blocks=num_blocks)
+    result = HfExporter(overwrite=False, trust_remote_code=False).export(checkpoint, tiny_llama, tmp_path / "out")
+    expected = expected_logits(checkpoint)
+    assert result.proof["num_depths"] == max(3, num_blocks)
+    assert torch.allclose(logits(result.path, tiny_llama, checkpoint), expected, rtol=0, atol=5e-5 * float(expected.abs().max()))
+    names = load_file(result.path / "model.safetensors").keys()
+    assert {name.split(".")[1] for name in names if name.startswith("blocks.")} == {str(block) for block in range(1, num_blocks)}
+    assert f"from {num_blocks - 1} on take those of `blocks.{num_blocks - 1}`" in (result.path / "README.md").read_text()
+
+
 def test_embedding_and_lm_head_are_not_shipped(checkpoint_of: Make, tiny_llama: Path, tmp_path: Path) -> None:
     result = HfExporter(overwrite=False, trust_remote_code=False).export(
         checkpoint_of(tiny_llama, word="mtp"), tiny_llama, tmp_path / "out"

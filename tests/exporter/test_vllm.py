@@ -197,6 +197,15 @@ def test_what_no_class_computes_is_refused(tmp_path: Path) -> None:
         choose_class(norms=norms(*NAMES), zero_first_embedding=True, tensors=frozenset(), target=slides, allow_plugin=True)
 
 
+def test_more_blocks_than_one_are_refused_with_what_vllm_does_of_them(llama: Path, tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(tmp_path / "head", llama, switches=dict.fromkeys(NAMES, True), zero=True)
+    document = json.loads((checkpoint / "head.json").read_text())
+    document["settings"]["num_blocks"] = 2
+    (checkpoint / "head.json").write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=r"found num_blocks=2; MiMoMTP.* asserts .* engine=hf, or export with exporter=hf"):
+        exporter().export(checkpoint, llama, tmp_path / "served")
+
+
 def test_a_tensor_without_a_place_is_refused(llama: Path, tmp_path: Path) -> None:
     """Most of vLLM's classes skip unknown tensors without a word; the export doesn't."""
     checkpoint = save_checkpoint(tmp_path / "head", llama, switches=norms(), zero=False)

@@ -179,7 +179,7 @@ def test_least_squares_finds_a_linear_target_before_any_step(make_head: MakeHead
         ids = torch.randint(0, 320, (40,), generator=draw)
         hidden = [torch.randn(size, generator=draw)]
         for position in range(39):
-            pair = head._pair(ids[position + 1][None], hidden[-1][None], torch.tensor([position]))
+            pair = head._pair(ids[position + 1][None], hidden[-1][None], torch.tensor([position]), number=0)
             hidden.append(head.output_norm(functional.rms_norm(truth @ pair[0], (size,))))
         return Sample(
             sample_id=f"linear{number}", token_ids_T=ids, loss_mask_T=torch.ones(40, dtype=torch.bool), hidden_TD=torch.stack(hidden)

@@ -26,23 +26,24 @@ class Planned(NamedTuple):
 
 @pytest.fixture(scope="session")
 def planned() -> Iterator[Callable[..., Planned]]:
-    """Sizes by words: ``planned("llama3_70b", "mtp")``; each pair is built once."""
-    known: dict[tuple[str, str], Planned] = {}
+    """Sizes by words: ``planned("llama3_70b", "mtp")``, and the head's settings; each is built once."""
+    known: dict[tuple[str, str, str], Planned] = {}
     with ExitStack() as folders:
 
-        def make(target: str | Path, head: str = "mtp") -> Planned:
-            if (str(target), head) not in known:
+        def make(target: str | Path, head: str = "mtp", **settings: Any) -> Planned:
+            key = (str(target), head, repr(settings))
+            if key not in known:
                 node: dict[str, Any] = load_word("target", target) if isinstance(target, str) else {"kind": "path", "path": str(target)}
                 folder = folders.enter_context(target_folder(node))
 
                 def make_head(shared: SharedWeights) -> Head:
-                    made: Head = build(load_word("head", head), target_path=folder, shared=shared, trust_remote_code=False)
+                    made: Head = build(load_word("head", head) | settings, target_path=folder, shared=shared, trust_remote_code=False)
                     return made
 
                 sizes = read_target_sizes(folder, name=str(target))
                 chosen = chosen_share(read_config(folder, trust_remote_code=False))
                 counted = head_sizes(meta_head(make_head, sizes), word=head, chosen=chosen)
-                known[str(target), head] = Planned(sizes, counted, make_head)
-            return known[str(target), head]
+                known[key] = Planned(sizes, counted, make_head)
+            return known[key]
 
         yield make

@@ -211,6 +211,17 @@ def test_what_muon_exchanges_is_what_dtensor_exchanges() -> None:
         assert muon_exchange_bytes([shape], processes=8) == pytest.approx(counted, rel=0.1), shape
 
 
+def test_a_depth_goes_through_one_block_of_several(planned: Callable[..., Any]) -> None:
+    one, three = planned("llama3_8b"), planned("llama3_8b", num_blocks=3)
+    assert three.head.weights.total == 3 * one.head.weights.total and three.head.largest == one.head.largest
+    work = replace(WORK, draft_steps=3)
+    flops = [
+        train_work(found.target, found.head, HARDWARE, ALL, work, mode="ddp", optimizer=ADAMW, recompute=False, cache_bytes=0).flops
+        for found in (one, three)
+    ]
+    assert flops[0] == pytest.approx(flops[1])
+
+
 def test_a_target_takes_as_many_devices_as_it_needs(planned: Callable[..., Any]) -> None:
     layouts = {layout.tensor_parallel: layout for layout in engine_layouts(planned("llama3_70b").target, HARDWARE, ALL, WORK)}
     assert list(layouts) == [1, 2, 4, 8]
