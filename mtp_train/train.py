@@ -117,33 +117,56 @@ def _objective(cfg: DictConfig) -> Objective:
 
 def _head(
     cfg: DictConfig, target: OpenTarget, accelerator: Accelerator, objective: Objective, train: Subset, held_out: Subset | None
-) -> tuple[Head, Subset, Subset | None]:
-    """The head as training begins, and the samples with what it reads of them. Its draft vocabulary, where it has one, is
-    counted in those to train on.
+) -> tuple[Head, Subset, Subset | None, dict[str, str] | None]:
+    """The head as training begins, the samples with what it reads of them, and what it started from. Its draft vocabulary, where
+    it has one and did not bring it, is counted in those to train on.
 
     Errors: ValueError where it reads tapped layers that the cache lacks, cannot be trained with these losses and depths, or
-    noise_scale would shake the last hidden state and it does not read that.
+    noise_scale would shake the last hidden state and it does not read that, and where it has a block that no depth would train.
     """
     from mtp_train.target.draft_vocabulary import most_frequent
     from mtp_train.target.weights import read_shared
     from mtp_train.trainer.module import compute_dtype
     from mtp_train.trainer.start import count_answers
 
+    started_from = None
     shared = read_shared(target.path).to(device=accelerator.device, dtype=compute_dtype(cfg.precision))
-    head: Head = build(cfg.head, target_path=target.path, shared=shared, trust_remote_code=target.trust_remote_code)
+    node = plain(cfg.head) | ({} if cfg.start_from is None else {"init": "random"})  # every weight is given
+    head: Head = build(node, where="head", target_path=target.path, shared=shared, trust_remote_code=target.trust_remote_code)
     objective.check(head)
+    if cfg.draft_steps < head.num_blocks:
+        raise ValueError(
+            f"draft_steps: expected at least {head.num_blocks}, or head.num_blocks would leave blocks untrained, found {cfg.draft_steps}"
+        )
     if cfg.noise_scale and (head.target_layer_ids or not head.reads_hidden):
         instead = "tapped layers (it learns from its own states: draft_steps)" if head.target_layer_ids else "tokens alone"
         raise ValueError(f"noise_scale: expected 0 for a head that reads {instead}, found {cfg.noise_scale}; set noise_scale=0")
     train = train.with_taps(head.target_layer_ids)
     held_out = None if held_out is None else held_out.with_taps(head.target_layer_ids)
-    if head.draft_vocab_size is not None:
+    if cfg.start_from is not None:
+        started_from = _start_from(cfg.start_from, head, target)
+    elif head.draft_vocab_size is not None:
         counts_V = count_answers(train, vocab_size=target.spec.vocab_size, accelerator=accelerator)
         ids_U = most_frequent(counts_V, size=head.draft_vocab_size)
         head.use_draft_ids(ids_U)
         covered, total = int(counts_V[ids_U].sum()), int(counts_V.sum())
         log(f"draft vocabulary: {len(ids_U)} of {len(counts_V)} tokens, {covered} of {total} answer tokens ({covered / total:.2%})")
-    return head, train, held_out
+    return head, train, held_out, started_from
+
+
+def _start_from(word: str, head: Head, target: OpenTarget) -> dict[str, str]:
+    """Give the head the weights of one that exists, and say which."""
+    from mtp_train.published.read import open_published, sha256_of
+
+    found = open_published(target.path if word == "target" else Path(word).expanduser(), target_path=target.path)
+    settings = {"num_blocks": 1, "projection_bias": False, **head.settings()}
+    found.check(head=head.word, settings=settings)
+    tensors = found.tensors(head.state_dict(), column_order=settings.get("column_order"), shared=head.shared)
+    head.load_state_dict(tensors)
+    log(
+        f"starts from {found.path} ({found.word}): {sum(tensor.numel() for tensor in tensors.values()):,} numbers in {len(tensors)} tensors"
+    )
+    return {"layout": found.word, "sha256": sha256_of(tensors)}
 
 
 def _num_steps(cfg: DictConfig, plan: DataPlan) -> int:
@@ -173,7 +196,7 @@ def _loop_settings(cfg: DictConfig, *, num_steps: int) -> LoopSettings:
     )
 
 
-def _identity(cfg: DictConfig, head: Head, train: Subset, *, num_steps: int) -> dict[str, Any]:
+def _identity(cfg: DictConfig, head: Head, train: Subset, *, num_steps: int, started_from: dict[str, str] | None) -> dict[str, Any]:
     """The settings that decide the result: a training is continued under the same ones only."""
     names = ("losses", "draft_steps", "depth_decay", "noise_scale", "precision", "seed", "tokens_per_pack", "packs_per_step", "optimizer")
     settings = {name: plain(cfg[name]) for name in (*names, "schedule")}
@@ -184,6 +207,8 @@ def _identity(cfg: DictConfig, head: Head, train: Subset, *, num_steps: int) -> 
     if cfg.depth_weights is not None:
         settings["depth_weights"] = plain(cfg.depth_weights)
     settings |= {name: plain(cfg[name]) for name in ("shuffle_shards", "mixture") if cfg[name] is not None}
+    if started_from is not None:
+        settings["started_from"] = started_from
     return {**settings, "head": head.draft_config(), "data": train.fingerprint()}
 
 
@@ -209,6 +234,7 @@ def _on_validate(cfg: DictConfig, target: OpenTarget, samples: Subset) -> Measur
 # What the defaults in conf/train.yaml do not tell: what may be null, and losses with settings of their own.
 _KINDS = {
     "losses": dict[str, float | dict[str, Any]],
+    "start_from": str | None,
     "depth_weights": list[float] | None,
     "num_steps": int | None,
     "mixture": dict[str, Any] | None,
@@ -242,10 +268,10 @@ def main(cfg: DictConfig) -> None:
     num_steps = _num_steps(cfg, plan)
     settings = _loop_settings(cfg, num_steps=num_steps)
     accelerator = make_accelerator(cfg.device)
-    head, train, held_out = _head(cfg, target, accelerator, objective, train, held_out)
+    head, train, held_out, started_from = _head(cfg, target, accelerator, objective, train, held_out)
     if cfg.checkpoint_activations:
         head.recompute_activations(depths=cfg.draft_steps > 1)
-    identity = _identity(cfg, head, train, num_steps=num_steps)
+    identity = _identity(cfg, head, train, num_steps=num_steps, started_from=started_from)
     check_continues(Path(cfg.out), identity)  # before anything there is overwritten
     run: Run = start(cfg, stage_name="train", record_now=False)
     supply = _supply(cfg, train, plan, num_steps=num_steps)
@@ -275,7 +301,12 @@ def main(cfg: DictConfig) -> None:
         head_file=HeadFile(
             config=head.draft_config(),
             target=target.identity(),
-            made_by={"settings": run.settings, "provenance": run.provenance, "cache": train.identity.to_json()},
+            made_by={
+                "settings": run.settings,
+                "provenance": run.provenance,
+                "cache": train.identity.to_json(),
+                **({} if started_from is None else {"started_from": started_from}),
+            },
         ),
         identity=identity,
         wandb=wandb,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,6 +118,50 @@ def write_tiny_deepseek(path: Path, *, seed: int = 0, spread: float = 0.2) -> Pa
     return path
 
 
+def write_with_block(path: Path, target: Path, *, layout: str, num_blocks: int = 1, dtype: str = "float32", seed: int = 0) -> Path:
+    """A target's folder with a random multi-token-prediction block, in three shards, the second of which holds tensors of both.
+
+    ``layout``: ``deepseek`` (decoder layers behind the last one) or ``qwen3_next`` (mtp.*). The block's layer has the names and shapes
+    of the target's own last one.
+    """
+    import json
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(target, path, ignore=shutil.ignore_patterns("*.safetensors", ".*"))
+    config = json.loads((target / "config.json").read_text())
+    own, size, last = load_file(target / "model.safetensors"), config["hidden_size"], config["num_hidden_layers"]
+    draw, block = torch.Generator().manual_seed(seed), {}
+    for number in range(num_blocks):
+        prefix, names = {
+            "deepseek": (f"model.layers.{last + number}.", ("enorm", "hnorm", "eh_proj", "shared_head.norm", "")),
+            "qwen3_next": ("mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0.")),
+        }[layout]
+        shapes = {f"{names[n]}.weight": (size, 2 * size) if n == 2 else (size,) for n in range(4)}
+        inside = f"model.layers.{last - 1}."
+        shapes |= {names[4] + name.removeprefix(inside): own[name].shape for name in own if name.startswith(inside)}
+        for name, shape in shapes.items():
+            block[prefix + name] = torch.randn(shape, generator=draw) * 0.15 + (1.0 if len(shape) == 1 else 0.0)
+        if layout == "deepseek":
+            block |= {
+                f"{prefix}embed_tokens.weight": own["model.embed_tokens.weight"],
+                f"{prefix}shared_head.head.weight": own["lm_head.weight"],
+            }
+    whole = {name: tensor.to(getattr(torch, dtype)).clone() for name, tensor in {**own, **block}.items()}
+    names, first = list(whole), len(own) // 2
+    second = len(own) + len(block) // 2
+    weight_map = {}
+    for number, part in enumerate((names[:first], names[first:second], names[second:]), 1):
+        file = f"model-{number:05}-of-00003.safetensors"
+        save_file({name: whole[name] for name in part}, path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": num_blocks}))
+    return path
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests marked ``engine`` or ``gpu`` skip themselves, with the reason, where what they need is not there."""
     if item.get_closest_marker("engine") and importlib.util.find_spec("vllm") is None:
@@ -143,6 +189,16 @@ def tiny_llama_tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny target with latent attention and experts."""
     return write_tiny_deepseek(tmp_path_factory.mktemp("tiny") / "deepseek")
+
+
+@pytest.fixture
+def with_block(tmp_path: Path) -> Callable[..., Path]:
+    """``write_with_block`` into a folder of the test's own, named after the layout."""
+
+    def make(target: Path, *, layout: str, **settings: Any) -> Path:
+        return write_with_block(tmp_path / layout, target, layout=layout, **settings)
+
+    return make
 
 
 @pytest.fixture(scope="session")

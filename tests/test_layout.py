@@ -24,7 +24,7 @@ ORDER = (
     ("records", "runtime", "quantity"),
     ("lock",),
     ("target", "cache", "acceptance", "nn", "checkpoint", "run"),
-    ("prompt", "batch"),
+    ("prompt", "batch", "published"),
     ("head", "loss"),
     ("decoding", "exporter"),
     ("engine", "trainer"),

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -633,6 +633,36 @@ def test_medusa_and_a_draft_model_go_through_the_same_stages(finished: Run, tmp_
         run.ok("export", f"name={name}")
         run.ok("export", f"name={name}", "exporter=vllm", "exporter.dtype=float32")
     assert [head["name"] for head in run.report()["heads"]] == ["draft_model", "medusa"]
+
+
+def test_the_blocks_of_a_target_are_trained_on_and_go_back_into_it(
+    tmp_path: Path, with_block: Callable[..., Path], tiny_llama: Path, shell: Shell
+) -> None:
+    """Two blocks, one per depth: read from the target, drafting as estimated, trained, stitched back, and read again; a training is
+    not continued from other weights than it began with."""
+    target = with_block(tiny_llama, layout="deepseek", num_blocks=2)
+    run = Run(tmp_path / "run", target, shell)
+    run.ok("regenerate", "prompt.limit=12")
+    run.ok("precompute")
+    words = ["start_from=target", "head.num_blocks=2"]
+    assert "draft_steps: expected at least 2" in run.refused("train", *words, "draft_steps=1")
+    assert "set head.num_blocks=2" in run.refused("train", "start_from=target", "draft_steps=2")
+    words.append("draft_steps=2")
+    assert "starts from" in run.ok("train", *words, "num_steps=2")
+    assert "started_from" in run.refused("train", *words[1:], "num_steps=2")
+    made_by = json.loads((run.folder / "checkpoint" / "mtp" / "head.json").read_text(encoding="utf-8"))["made_by"]
+    assert made_by["started_from"]["layout"] == "deepseek_mtp"
+    run.ok("evaluate", "prompt_sets.project.limit=8", "name=mtp")
+    report = run.report()
+    greedy = [m["acceptance"] for m in report["measurements"] if m["acceptance"]["temperature"] == 0 and m["identity"] is None]
+    counts = [[(p["num_drafts"], p["num_accepted_per_position"]) for p in acceptance["prompts"]] for acceptance in greedy]
+    assert len(counts) == 2 and counts[0] == counts[1] and sum(drafts for drafts, _ in counts[0]) > 20
+    assert "vllm serve" in run.ok("export", "name=mtp", "exporter=stitch")
+    stitched = Run(tmp_path / "again", run.folder / "served" / "mtp-stitch", shell)
+    for folder in ("responses", "cache"):
+        shutil.copytree(run.folder / folder, stitched.folder / folder)
+    assert "target_fingerprint" in stitched.refused("train", *words), "it is another target now"
+    run.ok("export", "name=mtp", "exporter=hf")
 
 
 def test_own_answers_that_are_too_long_are_counted_beside_the_cache(finished: Run, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import torch
 
 from mtp_train.checkpoint import read_head_config, read_head_tensors
 from mtp_train.lock import alone
+from mtp_train.published.layout import renamed
 from mtp_train.runtime import SEAL, atomic_write_json, fsync_directory, provenance, read_object, seal, sha256_file
 from mtp_train.target.files import read_model_config
 from mtp_train.target.spec import fingerprint
@@ -103,24 +104,17 @@ def rename(tensors: Mapping[str, torch.Tensor], table: Sequence[Rename]) -> dict
 
     Errors: ValueError where a tensor has no row (it would be dropped without a word) or two, or two get one name.
     """
-    renamed: dict[str, torch.Tensor] = {}
+    named: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        found = [new for row in table if (new := _apply(row, name)) is not None]
+        found = [new for row in table if (new := renamed(name, old=row.ours, new=row.theirs)) is not None]
         if len(found) != 1:
             raise ValueError(
                 f"export: expected one rule for the tensor {name!r}, found {found or 'none'}; this format does not hold such a head"
             )
-        if found[0] in renamed:
+        if found[0] in named:
             raise ValueError(f"export: expected one tensor per name, found two for {found[0]!r}")
-        renamed[found[0]] = tensor
-    return renamed
-
-
-def _apply(row: Rename, name: str) -> str | None:
-    if not row.ours.endswith("*"):
-        return row.theirs if name == row.ours else None
-    prefix = row.ours[:-1]
-    return row.theirs[:-1] + name[len(prefix) :] if name.startswith(prefix) else None
+        named[found[0]] = tensor
+    return named
 
 
 def identity_of(source: Source, *, word: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,7 +203,8 @@ def _placing(out: Path, identity: Mapping[str, Any], overwrite: bool) -> Iterato
         atomic_write_json(partial / MANIFEST, {**document, SEAL: seal(document)})
         readable = (partial / MANIFEST).stat().st_mode  # safetensors writes for its owner only; a server is often another user
         for name in files:
-            (partial / name).chmod(readable)
+            if (partial / name).stat().st_nlink == 1:  # a link's mode is that of the file it was made of
+                (partial / name).chmod(readable)
         _fsync_tree(partial)
         if out.exists():
             os.rename(out, replaced)

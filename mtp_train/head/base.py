@@ -213,5 +213,5 @@ class ParallelHead(Head):
     def ahead(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         """Logits over the target's vocabulary, (``num_ahead``, B, V): at h_i, row k speaks about x_{i+2+k}."""
 
-    def draft(self, *, token_ids_T: torch.Tensor, hidden_TD: torch.Tensor, position_T: torch.Tensor, context: AttentionContext) -> Drafted:
+    def draft(self, *, token_ids_T: torch.Tensor, hidden_TD: torch.Tensor, position_T: torch.Tensor, context: DraftContext) -> Drafted:
         raise AssertionError(f"{self.word} drafts all tokens at once: ahead")

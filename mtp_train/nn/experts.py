@@ -104,3 +104,17 @@ def stack_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
         stacked[f"{prefix}.gate_up_proj"] = torch.stack(pairs)
         stacked[f"{prefix}.down_proj"] = torch.stack([parts[number, "down_proj"] for number in range(num_experts)])
     return stacked
+
+
+def unstack_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``stack_experts`` undone: a layer's tensors as they lie on disk."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        stack, _, part = name.rpartition(".")
+        if tensor.ndim != 3 or part not in ("gate_up_proj", "down_proj"):
+            found[name] = tensor
+            continue
+        for number, expert in enumerate(tensor):
+            halves = zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True) if part == "gate_up_proj" else [(part, expert)]
+            found |= {f"{stack}.{number}.{own}.weight": weight for own, weight in halves}
+    return found
