@@ -159,7 +159,7 @@ class RaggedAttention:
         return self.attend_from(0, layer_index, q_NTH, k_NTH, v_NTH, scale=scale, window=window)
 
     def block(self, number: int) -> _Block:
-        """A row of block b stands with the token that it reads, b places behind its base: its first b entries are no bases'."""
+        """A row of block b stands with the token that it reads, b places behind its base: those at its first b positions have none."""
         return _Block(self, number)
 
     def states_before(self, number: int, state_TD: torch.Tensor) -> torch.Tensor:
@@ -179,7 +179,7 @@ class RaggedAttention:
 
     def attend_from(
         self,
-        first_entry: int,
+        first_position: int,
         layer_index: int,
         q_NTH: torch.Tensor,
         k_NTH: torch.Tensor,
@@ -188,12 +188,12 @@ class RaggedAttention:
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """``attend`` where no row sees a slot's entries before ``first_entry``, but for itself."""
+        """``attend`` where no row sees one at a position before ``first_position``, but for itself."""
         keys, values = self.cache.layer(layer_index, k_NTH, v_NTH)
         self._write(keys, values, k_NTH, v_NTH)
         outs = []
         row = 0
-        for group in self._groups_within(window, first_entry, q_NTH, heads_per_key=q_NTH.shape[0] // k_NTH.shape[0]):
+        for group in self._groups_within(window, first_position, q_NTH, heads_per_key=q_NTH.shape[0] // k_NTH.shape[0]):
             slot, rows = self.slots[group.first], sum(self.counts[group.first : group.last])
             end = max(start + count for start, count in self._spans(group.first, group.last))
             mine_NRH = q_NTH[:, row : row + rows]
@@ -230,12 +230,12 @@ class RaggedAttention:
             self._slot_T = torch.tensor(slots, dtype=torch.int64, device=device)
         return self._slot_T
 
-    def _groups_within(self, window: int | None, first_entry: int, q_NTH: torch.Tensor, *, heads_per_key: int) -> list[_Group]:
+    def _groups_within(self, window: int | None, first_position: int, q_NTH: torch.Tensor, *, heads_per_key: int) -> list[_Group]:
         """Who attends together, and what each may see, made once per forward and limit: all layers share it."""
-        key = (window, first_entry)
+        key = (window, first_position)
         if key not in self._groups:
             self._groups[key] = [
-                _Group(first, last, self._mask_of(first, last, window, first_entry, q_NTH, heads_per_key=heads_per_key))
+                _Group(first, last, self._mask_of(first, last, window, first_position, q_NTH, heads_per_key=heads_per_key))
                 for first, last in self._runs()
             ]
         return self._groups[key]
@@ -263,17 +263,17 @@ class RaggedAttention:
         return runs
 
     def _mask_of(
-        self, first: int, last: int, window: int | None, first_entry: int, q_NTH: torch.Tensor, *, heads_per_key: int
+        self, first: int, last: int, window: int | None, first_position: int, q_NTH: torch.Tensor, *, heads_per_key: int
     ) -> torch.Tensor | None:
         """A group's mask as what is added to the scores. For few rows it is repeated for each query head that shares a key."""
         spans, device = self._spans(first, last), q_NTH.device
         if last == first + 1:
             start, count = spans[0]
-            sees = sees_keys(start, count, self.trees[first], window, first_entry, device)
+            sees = sees_keys(start, count, self.trees[first], window, first_position, device)
         else:
             count, end = spans[0][1], max(start + count for start, count in spans)
             starts = [start for start, _ in spans]
-            sees = sees_keys_of_several(starts, count, end, self.trees[first:last], window, first_entry, device)
+            sees = sees_keys_of_several(starts, count, end, self.trees[first:last], window, first_position, device)
         if sees is None:
             return None
         added = torch.zeros(sees.shape, dtype=q_NTH.dtype, device=device).masked_fill_(~sees, float("-inf"))

@@ -46,14 +46,16 @@ def tree_positions(end: int, tree: Tree) -> list[int]:
     return [end - len(tree) + depth for depth in tree.depth]
 
 
-def sees_keys(start: int, count: int, tree: Tree | None, window: int | None, first_entry: int, device: torch.device) -> torch.Tensor | None:
+def sees_keys(
+    start: int, count: int, tree: Tree | None, window: int | None, first_position: int, device: torch.device
+) -> torch.Tensor | None:
     """Who of ``count`` new rows sees whom of all, bool (count, start + count); None where torch's own causal form says the same.
 
-    Of the entries before ``first_entry`` a row sees none but itself: a row always sees one, or its softmax had nothing to sum.
+    Of those at positions before ``first_position`` a row sees none but itself: a row always sees one, or its softmax had nothing to sum.
     """
     end = start + count
     windowed = window is not None and end > window
-    if tree is None and not windowed and not first_entry and (start == 0 or count == 1):
+    if tree is None and not windowed and not first_position and (start == 0 or count == 1):
         return None
     key = torch.arange(end, device=device)
     sees = key[None, :] <= key[start:, None]
@@ -66,8 +68,8 @@ def sees_keys(start: int, count: int, tree: Tree | None, window: int | None, fir
     if windowed:
         assert window is not None
         sees = sees & (position[None, :] > position[start:, None] - window)
-    if first_entry:
-        sees = sees & ((key[None, :] >= first_entry) | (key[None, :] == key[start:, None]))
+    if first_position:
+        sees = sees & ((position[None, :] >= first_position) | (key[None, :] == key[start:, None]))
     return sees
 
 
@@ -77,7 +79,7 @@ def sees_keys_of_several(
     end: int,
     trees: Sequence[Tree | None],
     window: int | None,
-    first_entry: int,
+    first_position: int,
     device: torch.device,
 ) -> torch.Tensor:
     """``sees_keys`` of sequences of ``count`` new rows each, bool (sequences, count, end)."""
@@ -87,10 +89,10 @@ def sees_keys_of_several(
     sees = key_11E <= row_SR1
     if window is not None:
         sees &= key_11E > row_SR1 - window
-    if first_entry:
-        sees &= (key_11E >= first_entry) | (key_11E == row_SR1)
+    if first_position:
+        sees &= (key_11E >= first_position) | (key_11E == row_SR1)
     for index, (start, tree) in enumerate(zip(starts, trees, strict=True)):
-        mask = None if tree is None else sees_keys(start, count, tree, window, first_entry, device)
+        mask = None if tree is None else sees_keys(start, count, tree, window, first_position, device)
         if mask is not None:
             sees[index] = False
             sees[index, :, : start + count] = mask

@@ -152,13 +152,13 @@ QWEN3_NEXT_MTP = Layout(
 def find_layout(names: Iterable[str], *, num_layers: int | None) -> Layout | None:
     """The layout of a folder with these tensors; None where it is none of those known. ``num_layers``: of the model whose folder it
     is, as its config.json says."""
-    names = set(names)
-    if "mtp.fc.weight" in names:
+    found = set(names)
+    if "mtp.fc.weight" in found:
         return QWEN3_NEXT_MTP
-    numbers = sorted(int(found[1]) for name in names if (found := re.fullmatch(r"model\.layers\.(\d+)\.eh_proj\.weight", name)))
-    if numbers and num_layers is not None:
-        return deepseek_mtp(num_layers=num_layers, num_blocks=len(numbers))
+    num_blocks = sum(re.fullmatch(r"model\.layers\.\d+\.eh_proj\.weight", name) is not None for name in found)
+    if num_blocks and num_layers is not None:
+        return deepseek_mtp(num_layers=num_layers, num_blocks=num_blocks)
     for layer in ("midlayer", "layers.0"):
-        if f"{layer}.hidden_norm.weight" in names:
+        if f"{layer}.hidden_norm.weight" in found:
             return eagle3(layer)
-    return EAGLE1 if {"fc.weight", "layers.0.post_attention_layernorm.weight"} <= names else None
+    return EAGLE1 if {"fc.weight", "layers.0.post_attention_layernorm.weight"} <= found else None

@@ -98,7 +98,8 @@ def their_drafts(
         for depth in range(DEPTHS):
             spoken, state = through(rows)
             drafts[depth].append(spoken)
-            rows.append(read(state, text.token_ids_T[base + 2 + depth], base + 1 + depth))
+            if depth + 1 < DEPTHS:
+                rows.append(read(state, text.token_ids_T[base + 2 + depth], base + 1 + depth))
     return [torch.stack(rows) for rows in drafts]
 
 
