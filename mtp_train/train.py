@@ -124,10 +124,9 @@ def _head(
     Errors: ValueError where it reads tapped layers that the cache lacks, cannot be trained with these losses and depths, or
     noise_scale would shake the last hidden state and it does not read that, and where it has a block that no depth would train.
     """
-    from mtp_train.target.draft_vocabulary import most_frequent
     from mtp_train.target.weights import read_shared
     from mtp_train.trainer.module import compute_dtype
-    from mtp_train.trainer.start import count_answers
+    from mtp_train.trainer.start import choose_draft_vocabulary, start_from_published
 
     started_from = None
     shared = read_shared(target.path).to(device=accelerator.device, dtype=compute_dtype(cfg.precision))
@@ -144,29 +143,10 @@ def _head(
     train = train.with_taps(head.target_layer_ids)
     held_out = None if held_out is None else held_out.with_taps(head.target_layer_ids)
     if cfg.start_from is not None:
-        started_from = _start_from(cfg.start_from, head, target)
+        started_from = start_from_published(cfg.start_from, head, target_path=target.path)
     elif head.draft_vocab_size is not None:
-        counts_V = count_answers(train, vocab_size=target.spec.vocab_size, accelerator=accelerator)
-        ids_U = most_frequent(counts_V, size=head.draft_vocab_size)
-        head.use_draft_ids(ids_U)
-        covered, total = int(counts_V[ids_U].sum()), int(counts_V.sum())
-        log(f"draft vocabulary: {len(ids_U)} of {len(counts_V)} tokens, {covered} of {total} answer tokens ({covered / total:.2%})")
+        choose_draft_vocabulary(head, train, vocab_size=target.spec.vocab_size, accelerator=accelerator)
     return head, train, held_out, started_from
-
-
-def _start_from(word: str, head: Head, target: OpenTarget) -> dict[str, str]:
-    """Give the head the weights of one that exists, and say which."""
-    from mtp_train.published.read import open_published, sha256_of
-
-    found = open_published(target.path if word == "target" else Path(word).expanduser(), target_path=target.path)
-    settings = {"num_blocks": 1, "projection_bias": False, **head.settings()}
-    found.check(head=head.word, settings=settings)
-    tensors = found.tensors(head.state_dict(), column_order=settings.get("column_order"), shared=head.shared)
-    head.load_state_dict(tensors)
-    log(
-        f"starts from {found.path} ({found.word}): {sum(tensor.numel() for tensor in tensors.values()):,} numbers in {len(tensors)} tensors"
-    )
-    return {"layout": found.word, "sha256": sha256_of(tensors)}
 
 
 def _num_steps(cfg: DictConfig, plan: DataPlan) -> int:
@@ -214,9 +194,7 @@ def _identity(cfg: DictConfig, head: Head, train: Subset, *, num_steps: int, sta
 
 def _on_validate(cfg: DictConfig, target: OpenTarget, samples: Subset) -> MeasuredAcceptance | None:
     """Measures acceptance during training, where ``validation.decode.every`` asks for it."""
-    from mtp_train.target.weights import read_shared
     from mtp_train.trainer.measured import DecodeSettings, MeasuredAcceptance
-    from mtp_train.trainer.probe import write_probe
 
     settings = plain(cfg.validation.decode)
     every = settings.pop("every")
@@ -225,10 +203,19 @@ def _on_validate(cfg: DictConfig, target: OpenTarget, samples: Subset) -> Measur
         return None
 
     def prepare(folder: Path) -> None:
-        write_probe(folder, head_loader(target)(folder, read_shared(target.path)), [samples[i] for i in range(min(len(samples), 8))])
+        _probe(folder, target, samples, None)
 
     words = {"path": target.path.resolve(), "name": target.spec.name, "trust_remote_code": target.trust_remote_code}
     return MeasuredAcceptance(settings=decode, target=words, prepare=prepare)
+
+
+def _probe(folder: Path, target: OpenTarget, samples: Subset, numbers: Sequence[int] | None) -> None:
+    """Write what an exporter compares with, from eight of the samples: the first ones, or of ``numbers``."""
+    from mtp_train.target.weights import read_shared
+    from mtp_train.trainer.probe import write_probe
+
+    chosen = (range(len(samples)) if numbers is None else numbers)[:8]
+    write_probe(folder, head_loader(target)(folder, read_shared(target.path)), [samples[number] for number in chosen])
 
 
 # What the defaults in conf/train.yaml do not tell: what may be null, and losses with settings of their own.
@@ -255,10 +242,9 @@ def main(cfg: DictConfig) -> None:
     _check_cache(cfg)
     target = open_target(cfg.target)
 
-    from mtp_train.target.weights import read_shared
     from mtp_train.trainer.loop import Trainer
     from mtp_train.trainer.module import make_accelerator
-    from mtp_train.trainer.probe import has_probe, write_probe
+    from mtp_train.trainer.probe import has_probe
     from mtp_train.trainer.start import start_from_data
     from mtp_train.trainer.state import HeadFile, check_continues, complete_steps
     from mtp_train.trainer.supply import leading_shards
@@ -316,11 +302,8 @@ def main(cfg: DictConfig) -> None:
     record(run, stage_name="train")  # only now: settings that do not go together have been refused
     trained = trainer.run()
     if is_main() and (trained or not has_probe(run.out)):
-        samples = held_out or train
-        numbers: Sequence[int] = range(min(len(samples), 8))
-        if held_out is None and cfg.mode != "offline":
-            numbers = plan.packs(num_steps - 1)[0][:8]  # those read last are still there
-        write_probe(run.out, head_loader(target)(run.out, read_shared(target.path)), [samples[number] for number in numbers])
+        last = plan.packs(num_steps - 1)[0] if held_out is None and cfg.mode != "offline" else None  # those read last are still there
+        _probe(run.out, target, held_out or train, last)
     barrier()
     train.cache.done()
 

@@ -70,7 +70,7 @@ _MEDUSA = _Layout(
     model_type="mtp_train_medusa",
     architecture="MtpTrainMedusaHead",
     graph=MedusaGraph,
-    table=MEDUSA_TABLE,
+    table=lambda _: MEDUSA_TABLE,
     settings=("num_heads", "num_layers", "own_lm_heads"),
     norms=None,
 )
@@ -78,7 +78,7 @@ _DRAFT_MODEL = _Layout(  # under its own model_type and architecture: any reader
     model_type="causal_lm",
     architecture="",
     graph=DraftModelGraph,
-    table=DRAFT_MODEL_TABLE,
+    table=lambda _: DRAFT_MODEL_TABLE,
     settings=("config",),
     norms=None,
 )

@@ -57,7 +57,7 @@ class StitchExporter(Exporter):
                 check_rest(target_path / relative, publication.folder / relative, changed=own)
             publication.proof = _prove(source, publication.folder, changed, shared=read_shared(target_path))
             config = {"method": "mtp", "num_speculative_tokens": published.settings["num_blocks"]}
-            publication.serve = serve_command(target=str(out), speculative_config=config, hf_overrides=None)
+            publication.serve = serve_command(target=str(out), speculative_config=config, hf_overrides=None, flags=())
         assert publication.result is not None
         return publication.result
 

@@ -116,13 +116,14 @@ def deepseek_mtp(*, num_layers: int, num_blocks: int) -> Layout:
             Row(f"{ours}output_norm.weight", f"{theirs}shared_head.norm.weight"),
             Row(f"{ours}decoder.layer.*", f"{theirs}*"),
         ]
+    copies: dict[str, Literal["embedding", "lm_head"]] = {f"{name}embed_tokens.weight": "embedding" for name in names}
+    copies |= {f"{name}shared_head.head.weight": "lm_head" for name in names}
     return Layout(
         word="deepseek_mtp",
         heads=("mtp",),
         table=tuple(table),
         prefixes=tuple(names),
-        copies={f"{name}embed_tokens.weight": "embedding" for name in names}
-        | {f"{name}shared_head.head.weight": "lm_head" for name in names},
+        copies=copies,
         num_blocks=num_blocks,
         norms=ON,
         zero_first_embedding=True,

@@ -1,8 +1,9 @@
-"""What a head takes from the data before its first step: a draft vocabulary, and a start in closed form."""
+"""What a head has before its first step: weights of one that exists, or from the data a draft vocabulary and a start in closed form."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,9 +11,10 @@ import torch
 from mtp_train.batch.packing import pack
 from mtp_train.cache.growing import GrowingCache
 from mtp_train.head.base import Head
+from mtp_train.published.read import open_published, sha256_of
 from mtp_train.records import Batch
-from mtp_train.runtime import progress
-from mtp_train.target.draft_vocabulary import count_answer_tokens
+from mtp_train.runtime import log, progress
+from mtp_train.target.draft_vocabulary import count_answer_tokens, most_frequent
 from mtp_train.trainer.data import Subset
 
 if TYPE_CHECKING:
@@ -33,6 +35,29 @@ def count_answers(train: Subset, *, vocab_size: int, accelerator: Accelerator) -
     own = range(len(train) * rank // world, len(train) * (rank + 1) // world)  # consecutive: each reads its own shards
     counts_V = count_answer_tokens((train[number] for number in own), vocab_size=vocab_size)
     return accelerator.reduce(counts_V.to(accelerator.device), "sum").cpu()
+
+
+def choose_draft_vocabulary(head: Head, train: Subset, *, vocab_size: int, accelerator: Accelerator) -> None:
+    """Let the head draft from the tokens that are most frequent in the answers to train on, as many as it asks for."""
+    assert head.draft_vocab_size is not None
+    counts_V = count_answers(train, vocab_size=vocab_size, accelerator=accelerator)
+    ids_U = most_frequent(counts_V, size=head.draft_vocab_size)
+    head.use_draft_ids(ids_U)
+    covered, total = int(counts_V[ids_U].sum()), int(counts_V.sum())
+    log(f"draft vocabulary: {len(ids_U)} of {len(counts_V)} tokens, {covered} of {total} answer tokens ({covered / total:.2%})")
+
+
+def start_from_published(word: str, head: Head, *, target_path: Path) -> dict[str, str]:
+    """Give the head the weights of one that exists, in a folder or (``target``) in the target's own checkpoint, and say which."""
+    found = open_published(target_path if word == "target" else Path(word).expanduser(), target_path=target_path)
+    settings = {"num_blocks": 1, "projection_bias": False, **head.settings()}
+    found.check(head=head.word, settings=settings)
+    tensors = found.tensors(head.state_dict(), column_order=settings.get("column_order"), shared=head.shared)
+    head.load_state_dict(tensors)
+    log(
+        f"starts from {found.path} ({found.word}): {sum(tensor.numel() for tensor in tensors.values()):,} numbers in {len(tensors)} tensors"
+    )
+    return {"layout": found.word, "sha256": sha256_of(tensors)}
 
 
 def start_from_data(head: Head, train: Subset, numbers: Sequence[int], *, device: torch.device) -> None:
