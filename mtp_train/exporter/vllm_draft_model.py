@@ -11,11 +11,9 @@ from mtp_train.exporter.base import Source, rename
 from mtp_train.exporter.draft_model import DRAFT_MODEL_TABLE, causal_lm_config, with_padding
 from mtp_train.exporter.graph import Graph
 from mtp_train.exporter.graph_draft_model import DraftModelGraph
+from mtp_train.exporter.vllm_choice import FAMILIES
 from mtp_train.exporter.vllm_form import Form
 from mtp_train.target.weights import read_shared
-
-# Architectures whose models are the same in transformers and in vLLM.
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class DraftModelForm(Form):
@@ -26,9 +24,9 @@ class DraftModelForm(Form):
 
     def __init__(self, source: Source) -> None:
         config = causal_lm_config(source, dtype="float32")
-        if config["model_type"] not in _FAMILIES:
+        if config["model_type"] not in FAMILIES:
             raise ValueError(
-                f"exporter=vllm: expected a draft model of model_type {', '.join(_FAMILIES)}, found {config['model_type']!r}; "
+                f"exporter=vllm: expected a draft model of model_type {', '.join(FAMILIES)}, found {config['model_type']!r}; "
                 "decode with engine=hf, or export with exporter=hf"
             )
         super().__init__(source, method="draft_model", class_name=config["architectures"][0], module=f"{config['model_type']}.py")

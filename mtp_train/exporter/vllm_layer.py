@@ -11,7 +11,8 @@ from mtp_train.exporter.base import Source, rename
 from mtp_train.exporter.eagle3 import with_offsets
 from mtp_train.exporter.graph import Graph, PairGraph
 from mtp_train.exporter.graph_eagle3 import Eagle3Graph
-from mtp_train.exporter.vllm_classes import VllmClass, choose_class, choose_eagle3
+from mtp_train.exporter.vllm_choice import choose_class, choose_eagle3
+from mtp_train.exporter.vllm_classes import VllmClass
 from mtp_train.exporter.vllm_form import Form
 from mtp_train.target.spec import vllm_layer_id
 from mtp_train.target.weights import read_shared

@@ -16,7 +16,8 @@ from mtp_train.engine.base import PrefillSettings
 from mtp_train.engine.hf import HfEngine
 from mtp_train.exporter.served import read_served
 from mtp_train.exporter.vllm import VllmExporter
-from mtp_train.exporter.vllm_classes import CLASSES, PLUGIN, choose_class
+from mtp_train.exporter.vllm_choice import choose_class
+from mtp_train.exporter.vllm_classes import CLASSES, PLUGIN
 from mtp_train.head.mtp import Mtp
 from mtp_train.records import Response
 from mtp_train.runtime import read_json
