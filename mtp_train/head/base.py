@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from mtp_train.batch.shift import own_rows, read_tokens, rotary_positions
 from mtp_train.nn.attention import DraftContext, PackedAttention
 from mtp_train.nn.recompute import by_rows
+from mtp_train.nn.wanted import WantedRows, rows_only
 from mtp_train.records import Batch, DraftStep
 from mtp_train.target.weights import SharedWeights
 
@@ -120,33 +122,43 @@ class Head(nn.Module, ABC):
         ``batches`` can be gone through more than once."""
         raise AssertionError(f"{self.word} does not start from data")
 
-    def unroll(self, batch: Batch) -> Iterator[DraftStep]:
+    def unroll(self, batch: Batch, *, wanted: WantedRows | None = None) -> Iterator[DraftStep]:
         """Training: all positions of a packed batch, depth after depth, for as many as the caller takes.
 
         Calls ``draft`` with all bases at once; each depth reads the states of the one before and attends to its own base's
         keys of all earlier ones (training-time test, Li et al. 2025, section 3.2). Equal to ``draft`` called incrementally
-        from every base (a test of each head says so).
+        from every base (a test of each head says so). ``wanted``: bases that somebody reads at some depth; what the others then hold
+        means nothing, and need not be computed.
         """
-        for depth, drafted in enumerate(self.drafted(batch)):
-            yield DraftStep(ahead=depth + 2, hidden_TD=drafted.hidden_TD, project=self.project, parameters=self.projection_parameters)
+        wanted = wanted if self.num_blocks == 1 else None  # a later block attends to all rows of its depth
+        for depth, drafted in enumerate(self.drafted(batch, wanted=wanted)):
+            spoken_TD = drafted.hidden_TD
+            if wanted is not None and depth:
+                spoken_TD = spoken_TD.new_zeros((batch.num_tokens, spoken_TD.shape[1])).index_copy(0, wanted.rows_M, spoken_TD)
+            yield DraftStep(ahead=depth + 2, hidden_TD=spoken_TD, project=self.project, parameters=self.projection_parameters)
 
-    def drafted(self, batch: Batch) -> Iterator[Drafted]:
-        """``unroll``, with what each depth feeds back."""
+    def drafted(self, batch: Batch, *, wanted: WantedRows | None = None) -> Iterator[Drafted]:
+        """``unroll``, with what each depth feeds back: all rows at depth 0, then the wanted ones alone."""
+        assert wanted is None or batch.share is None
         context = PackedAttention(bounds=batch.bounds, share=batch.share)
         taps_TLD = None if batch.taps_TLD is None else own_rows(batch, batch.taps_TLD)
         hidden_TD = self.read_target(own_rows(batch, batch.hidden_TD), taps_TLD)
-        depth = 0
-        while True:
+        for depth in count():
+            rows_M = wanted.rows_M if wanted is not None and depth else None
+            token_ids_T, position_T = read_tokens(batch, depth=depth), rotary_positions(batch, depth=depth)
             drafted = self.draft_to_train(
-                token_ids_T=read_tokens(batch, depth=depth),
+                token_ids_T=token_ids_T if rows_M is None else token_ids_T[rows_M],
                 hidden_TD=hidden_TD,
-                position_T=rotary_positions(batch, depth=depth),
+                position_T=position_T if rows_M is None else position_T[rows_M],
                 context=context,
+                feed_forward_M=wanted.rows_M if wanted is not None and not depth else None,
             )
             yield drafted
             hidden_TD = drafted.feedback_TD
+            if wanted is not None and not depth:
+                hidden_TD = hidden_TD[wanted.rows_M]
+                context.restrict(wanted)
             context.next_depth()
-            depth += 1
 
     @abstractmethod
     def draft(self, *, token_ids_T: torch.Tensor, hidden_TD: torch.Tensor, position_T: torch.Tensor, context: DraftContext) -> Drafted:
@@ -155,6 +167,10 @@ class Head(nn.Module, ABC):
 
     def row_wise(self) -> list[nn.Module]:
         """Its parts that treat each row by itself and keep much for the backward: norms, the layer's feed-forward part."""
+        return []
+
+    def feed_forward(self) -> list[nn.Module]:
+        """Those of ``row_wise`` that hold matrices."""
         return []
 
     def recompute_activations(self, *, depths: bool) -> None:
@@ -166,19 +182,24 @@ class Head(nn.Module, ABC):
         self._recompute_depths = depths
 
     def draft_to_train(
-        self, *, token_ids_T: torch.Tensor, hidden_TD: torch.Tensor, position_T: torch.Tensor, context: PackedAttention
+        self,
+        *,
+        token_ids_T: torch.Tensor,
+        hidden_TD: torch.Tensor,
+        position_T: torch.Tensor,
+        context: PackedAttention,
+        feed_forward_M: torch.Tensor | None,
     ) -> Drafted:
-        """``draft`` as ``unroll`` calls it (Chen et al. 2016, arXiv 1604.06174, where depths are computed again)."""
+        """``draft`` as ``unroll`` calls it (Chen et al. 2016, arXiv 1604.06174, where depths are computed again), its feed-forward
+        part over some rows only where ``feed_forward_M`` names them."""
+
+        def draft(context: DraftContext) -> Drafted:
+            with rows_only(self.feed_forward(), feed_forward_M):
+                return self.draft(token_ids_T=token_ids_T, hidden_TD=hidden_TD, position_T=position_T, context=context)
+
         if not (self._recompute_depths and torch.is_grad_enabled()):
-            return self.draft(token_ids_T=token_ids_T, hidden_TD=hidden_TD, position_T=position_T, context=context)
-        drafted: Drafted = checkpoint(
-            self.draft,
-            use_reentrant=False,
-            token_ids_T=token_ids_T,
-            hidden_TD=hidden_TD,
-            position_T=position_T,
-            context=context.at_this_depth(),
-        )
+            return draft(context)
+        drafted: Drafted = checkpoint(draft, context.at_this_depth(), use_reentrant=False)
         return drafted
 
     @abstractmethod

@@ -16,6 +16,7 @@ from mtp_train.batch.shift import states_at
 from mtp_train.head.base import Drafted, Head
 from mtp_train.nn.attention import AttentionContext, PackedAttention
 from mtp_train.nn.layer import read_config, use_context_attention
+from mtp_train.nn.wanted import WantedRows
 from mtp_train.prompt.same_tokens import check_same_tokens
 from mtp_train.records import Batch, DraftStep
 from mtp_train.target.files import read_model_config
@@ -148,7 +149,7 @@ class DraftModel(Head):
         assert self._checkpoint is not None
         return resolve_model(self._checkpoint, self._revision, where="head.checkpoint")
 
-    def unroll(self, batch: Batch) -> Iterator[DraftStep]:
+    def unroll(self, batch: Batch, *, wanted: WantedRows | None = None) -> Iterator[DraftStep]:
         """One pass over the samples; depth k of base i is what it says behind x_{i+1+k}, whatever was drafted before.
 
         Errors: ValueError where several processes share the batch: a base's state lies at a later row, which may be another's.
@@ -160,6 +161,7 @@ class DraftModel(Head):
             hidden_TD=batch.hidden_TD,
             position_T=batch.position_T,
             context=PackedAttention(bounds=batch.bounds),
+            feed_forward_M=None,
         )
         for depth in count():
             hidden_TD = states_at(drafted.hidden_TD, depth=depth)

@@ -128,6 +128,9 @@ class Eagle3(Head):
         parts = [part for name, part in self.decoder.layer.named_children() if name != "self_attn"]
         return [*self.tap_norms, self.decoder.hidden_norm, self.output_norm, *parts]
 
+    def feed_forward(self) -> list[nn.Module]:
+        return [self.decoder.layer.get_submodule("mlp")]
+
     def settings(self) -> dict[str, Any]:
         return {
             "target_layer_ids": list(self._layer_ids),

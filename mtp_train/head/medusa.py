@@ -14,6 +14,7 @@ from torch.nn import functional
 from mtp_train.batch.shift import own_rows, rows_of_depths
 from mtp_train.head.base import ParallelHead
 from mtp_train.nn.least_squares import RIDGE, LeastSquares, before_silu
+from mtp_train.nn.wanted import WantedRows
 from mtp_train.records import Batch, DraftStep
 from mtp_train.target.weights import SharedWeights
 
@@ -94,7 +95,7 @@ class Medusa(ParallelHead):
             "init": self.init,
         }
 
-    def unroll(self, batch: Batch) -> Iterator[DraftStep]:
+    def unroll(self, batch: Batch, *, wanted: WantedRows | None = None) -> Iterator[DraftStep]:
         """Training: one step per head, all from the target's hidden states."""
         hidden_TD = self._read(own_rows(batch, batch.hidden_TD))
         for number, block in enumerate(self.blocks):

@@ -152,6 +152,9 @@ class PairHead(Head):
     def row_wise(self) -> list[nn.Module]:
         return [part for block in self._blocks for part in block.row_wise()]
 
+    def feed_forward(self) -> list[nn.Module]:
+        return self.decoder.feed_forward() if self.num_blocks == 1 else []
+
     def settings(self) -> dict[str, Any]:
         return {
             **({"num_blocks": self.num_blocks} if self.num_blocks > 1 else {}),

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from mtp_train.nn.causal import causal_kernel
+from mtp_train.nn.wanted import WantedRows
 from mtp_train.records import RowShare
 
 ATTENTION = "mtp_train"
@@ -94,13 +95,13 @@ class _Part(NamedTuple):
     causal: bool
 
 
-def _parts(bounds: Sequence[int], share: RowShare | None) -> tuple[_Part, ...]:
-    """Who attends to whom at depth 0. A process that computes some rows of a sample has their queries to work with, and the keys
-    of all: its stretch attends to itself causally and to all of the sample before it, and both are merged."""
-    if share is None:
+def _parts(bounds: Sequence[int], stretches: Sequence[tuple[int, int]] | None) -> tuple[_Part, ...]:
+    """Who attends to which keys of depth 0. Where only some rows of a sample are computed, there are their queries to work with, and
+    the keys of all: a stretch attends to itself causally and to all of the sample before it, and both are merged."""
+    if stretches is None:
         return tuple(_Part(slice(first, last), slice(first, last), True) for first, last in itertools.pairwise(bounds))
     parts, offset = [], 0
-    for first, last in share.stretches:
+    for first, last in stretches:
         for start, stop in itertools.pairwise(bounds):
             begin, end = max(first, start), min(last, stop)
             if begin < end:
@@ -208,13 +209,19 @@ class PackedAttention:
     """
 
     def __init__(self, *, bounds: Sequence[int], share: RowShare | None = None) -> None:
-        self._share, self._parts = share, _parts(bounds, share)
+        self._bounds, self._share, self._wanted = bounds, share, None
+        self._parts = self._later_parts = _parts(bounds, None if share is None else share.stretches)
         self._longest = max(last - first for first, last in itertools.pairwise(bounds))
         self.depth = 0
         self._keys: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def next_depth(self) -> None:
         self.depth += 1
+
+    def restrict(self, wanted: WantedRows) -> None:
+        """From depth 1 on, queries, own keys and own values are those of these rows alone."""
+        assert self._share is None
+        self._wanted, self._later_parts = wanted, _parts(self._bounds, wanted.stretches)
 
     def attend(
         self, layer_index: int, q_NTH: torch.Tensor, k_NTH: torch.Tensor, v_NTH: torch.Tensor, *, scale: float, window: int | None
@@ -260,7 +267,14 @@ class PackedAttention:
             depths.append(mine)
         (k0, v0), *later = [*depths[:depth], mine]
         own = [tensor for pair in later for tensor in pair]
-        out_NTH: torch.Tensor = _Unrolled.apply(self._parts, scale, window, q_NTH, k0, v0, *own)
+        parts, wanted = self._later_parts if depth else self._parts, self._wanted if depth else None
+        windowed = wanted is not None and window is not None and window < self._longest
+        if wanted is not None and windowed:  # a window is counted from each row's own place: put the rows back there
+            parts = self._parts
+            q_NTH, *own = (x.new_zeros((x.shape[0], k0.shape[1], x.shape[2])).index_copy(1, wanted.rows_M, x) for x in (q_NTH, *own))
+        out_NTH: torch.Tensor = _Unrolled.apply(parts, scale, window, q_NTH, k0, v0, *own)
+        if wanted is not None and windowed:
+            out_NTH = out_NTH[:, wanted.rows_M]
         return out_NTH[..., :value_size]
 
 

@@ -107,6 +107,10 @@ class DecoderLayer(nn.Module):
         """The layer's parts but attention, the only one in which a row sees others."""
         return [part for name, part in self.layer.named_children() if name != "self_attn"]
 
+    def feed_forward(self) -> list[nn.Module]:
+        """Its parts with matrices that treat each row by itself."""
+        return [part for part in self.row_wise() if any(parameter.ndim >= 2 for parameter in part.parameters())]
+
     def forward(self, hidden_TD: torch.Tensor, *, position_T: torch.Tensor, context: Any) -> torch.Tensor:
         position_1T = position_T[None]
         # Cosines and sines, or the complex factors of DeepSeek-V2: between the rotary embedding and the layer, and not ours.

@@ -79,7 +79,8 @@ class TargetSizes:
 class HeadSizes:
     """A draft head. What it shares with the target is not counted; ``num_layers`` are those that attend, ``num_lm_head`` the
     weights of lm_heads of its own, counted in ``weights``, 0 where it has none. ``num_blocks``: the parts, equally large, of which
-    a depth goes through one."""
+    a depth goes through one. ``num_feed_forward``: the active weights that treat each row by itself and are applied, at depth 0,
+    to the rows that count alone, as are all weights at later depths; 0 where every depth goes over all rows."""
 
     word: str
     weights: Weights
@@ -88,6 +89,7 @@ class HeadSizes:
     num_blocks: int
     num_embedding: int  # of an embedding of its own, counted in ``weights``, which no product reads
     attention_flops: int | None  # per layer and pair of a query and a key; None: as the target's layers
+    num_feed_forward: float
     largest: int  # parameters of its largest tensor
 
 
@@ -176,6 +178,7 @@ def head_sizes(head: Head, *, word: str, chosen: float) -> HeadSizes:
         num_blocks=head.num_blocks,
         num_embedding=_num_embedding(head),
         attention_flops=_attention(head.config)[0] if isinstance(head, DraftModel) else None,
+        num_feed_forward=sum(count_weights(part.named_parameters(), chosen=chosen).num_active for part in head.feed_forward()),
         largest=max(parameter.numel() for parameter in head.parameters()),
     )
 

@@ -21,6 +21,7 @@ from mtp_train.head.pair import PairHead
 from mtp_train.loss.base import rows_together
 from mtp_train.nn.context import ContextGroup, ContextShare
 from mtp_train.nn.experts import run_experts
+from mtp_train.nn.wanted import WantedRows
 from mtp_train.planning.live import LiveBytes
 from mtp_train.planning.sizes import empty_shared
 from mtp_train.records import Batch, DraftStep, Teacher
@@ -100,8 +101,8 @@ class _Watched:
         self.shared, self._head, self._live = head.shared, head, live
         self.draft_ids_U = head.draft_ids_U
 
-    def unroll(self, batch: Batch) -> Iterator[DraftStep]:
-        for step in self._head.unroll(batch):
+    def unroll(self, batch: Batch, *, wanted: WantedRows | None) -> Iterator[DraftStep]:
+        for step in self._head.unroll(batch, wanted=wanted):
             self._live.phase = CHUNK
             yield step
             self._live.phase = ACTIVATIONS
@@ -139,7 +140,7 @@ def measure_step(make_head: Callable[[SharedWeights], Head], objective: Objectiv
 
 def _moments(head: Head, objective: Objective, shape: StepShape, batch: Batch, *, num_rows: int) -> dict[str, dict[str, int]]:
     """The fullest moments of one forward and backward with ``num_rows`` rows that count at each depth."""
-    pack = _pack(objective, batch, num_rows=num_rows)
+    pack = _pack(objective, batch, num_rows=num_rows, num_wanted=min(shape.num_rows, batch.num_tokens))
     scale_K = torch.ones(objective.draft_steps)
     inputs = [*_tensors(batch), *(column for rows in pack.rows for column in rows), *pack.top_M, scale_K]
     held = [*head.buffers(), head.shared.embedding_VD, head.shared.lm_head_VD, head.shared.final_norm_weight_D, *inputs]
@@ -249,16 +250,19 @@ def _share(num_tokens: int, context: int) -> ContextShare:
     return _Alone(**{field.name: getattr(whole, field.name) for field in fields(whole)})
 
 
-def _pack(objective: Objective, batch: Batch, *, num_rows: int) -> Pack:
-    """The pack with its counted rows, as ``trainer.rows.align`` would find them if there were data."""
+def _pack(objective: Objective, batch: Batch, *, num_rows: int, num_wanted: int) -> Pack:
+    """The pack with its counted rows, as ``trainer.rows.align`` would find them if there were data; all rows that count are its last."""
     row_M = torch.zeros(num_rows, dtype=torch.int64)
     depths = range(objective.draft_steps)
     with_top = batch.teacher is not None
+    stretch = (batch.num_tokens - num_wanted, batch.num_tokens)
+    wanted = WantedRows(rows_M=torch.zeros(num_wanted, dtype=torch.int64), stretches=(stretch,))
     return Pack(
         batch=batch,
         teacher_hidden_TD=batch.hidden_TD,
         rows=tuple(LossRows(row_M, row_M, row_M) for _ in depths),
         top_M=tuple(row_M for _ in depths) if with_top else (),
+        wanted=None if batch.share is not None else wanted,
     )
 
 

@@ -200,16 +200,19 @@ def train_work(
     recompute: bool,
     cache_bytes: float,
 ) -> StageWork:
-    """Six operations per weight of a depth and token (forward, and two products backward), eight where the forward is done again;
-    on the rows that count the frozen lm_head's two products, or three of the head's own, and one for an exact teacher; then the
-    optimizer's products and passes over its state, which every process repeats where it is not sharded, and the exchange between
-    processes of gradients, weights, and what Muon multiplies where its matrices lie in shards, all counted as if nothing
-    overlapped; or reading the cache, where that takes longer than all of it."""
+    """Six operations per weight of a depth and token (forward, and two products backward), eight where the forward is done again: of
+    the feed-forward part, and of all at later depths, on the rows that count alone, where the head has one block. On these rows also
+    the frozen lm_head's two products, or three of the head's own, and one for an exact teacher. Then the optimizer's products and
+    passes over its state, which every process repeats where it is not sharded, and the exchange between processes of gradients,
+    weights, and what Muon multiplies where its matrices lie in shards, all counted as if nothing overlapped; or reading the cache,
+    where that takes longer than all of it."""
     processes = 1 if mode == "single" else hardware.num_devices
     attention = 3 * (head.attention_flops or target.attention_flops) * head.num_layers / head.num_blocks * work.mean_length_tokens / 2
     per_weight = 8 if recompute else 6
     num_inside = (head.weights.num_active - head.num_lm_head - head.num_embedding) / head.num_blocks
-    per_token = work.draft_steps * (per_weight * num_inside + attention)
+    later = (work.draft_steps - 1) * (work.answer_share if head.num_feed_forward else 1)
+    first = num_inside - (1 - work.answer_share) * head.num_feed_forward
+    per_token = per_weight * (first + later * num_inside) + (1 + later) * attention
     projection = 6 * head.num_lm_head / head.num_blocks or 4 * target.num_lm_head
     per_row = work.draft_steps * (projection + 2 * work.exact_teacher * target.num_lm_head)
     flops = work.num_epochs * work.num_tokens * (per_token + work.answer_share * per_row)

@@ -105,7 +105,7 @@ class Objective:
         """Unroll the head over a pack. ``scale_K`` (float32, on the device) is 1 / N_k, times whatever undoes the
         averaging over ranks. ``measure`` also computes agreement and overlap with the exact teacher, for validation."""
         losses, sums = [], []
-        for depth, step in enumerate(itertools.islice(head.unroll(pack.batch), self.draft_steps)):
+        for depth, step in enumerate(itertools.islice(head.unroll(pack.batch, wanted=pack.wanted), self.draft_steps)):
             assert step.ahead == depth + 2, (step.ahead, depth)
             rows = _DepthRows(self, head, pack, depth, step, measure=measure)
             total, depth_sums = _ChunkedSum.apply(rows, step.hidden_TD, *step.parameters)

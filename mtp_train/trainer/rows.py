@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mtp_train.batch.shift import LossRows, loss_rows
+from mtp_train.nn.wanted import WantedRows
 from mtp_train.records import Batch, RowShare
 
 
@@ -14,12 +15,14 @@ from mtp_train.records import Batch, RowShare
 class Pack:
     """A batch with its loss rows per depth; ``base_M`` counts the rows that this process computes. ``top_M`` numbers the rows of
     ``batch.teacher`` that teach them, one tensor per depth; it is empty (no depths) where the cache has no top-k.
-    ``teacher_hidden_TD`` are the target's hidden states as cached; those in ``batch``, which the head reads, may carry noise."""
+    ``teacher_hidden_TD`` are the target's hidden states as cached; those in ``batch``, which the head reads, may carry noise.
+    ``wanted``: bases that count at some depth; None: compute all."""
 
     batch: Batch
     teacher_hidden_TD: torch.Tensor
     rows: tuple[LossRows, ...]
     top_M: tuple[torch.Tensor, ...]
+    wanted: WantedRows | None = None
 
     @property
     def counts_K(self) -> torch.Tensor:
@@ -35,6 +38,7 @@ class Pack:
             teacher_hidden_TD=batch.hidden_TD if same else self.teacher_hidden_TD.to(device, non_blocking=True),
             rows=tuple(LossRows(*(column.to(device, non_blocking=True) for column in rows)) for rows in self.rows),
             top_M=tuple(column.to(device, non_blocking=True) for column in self.top_M),
+            wanted=None if self.wanted is None else self.wanted.to(device),
         )
 
     def with_input(self, hidden_TD: torch.Tensor) -> Pack:
@@ -49,7 +53,7 @@ class Pack:
             for rows, keep in zip(self.rows, kept, strict=True)
         ]
         top_M = tuple(column[keep] for column, keep in zip(self.top_M, kept, strict=bool(self.top_M)))
-        return replace(self, batch=replace(self.batch, share=share), rows=tuple(rows), top_M=top_M)
+        return replace(self, batch=replace(self.batch, share=share), rows=tuple(rows), top_M=top_M, wanted=None)
 
     def silent(self) -> Pack:
         """The same pack where no row counts: what a process goes through that has fewer packs than another, so that all take
@@ -67,8 +71,9 @@ def align(batch: Batch, *, draft_steps: int, need_top: bool) -> Pack:
     Errors: ValueError where the cached top-k is needed and missing, or does not cover a row that counts.
     """
     rows = tuple(loss_rows(batch, ahead=depth + 2) for depth in range(draft_steps))
+    wanted = WantedRows.of(torch.cat([depth_rows.base_M for depth_rows in rows]), bounds=batch.bounds)
     if batch.teacher is None and not need_top:
-        return Pack(batch=batch, teacher_hidden_TD=batch.hidden_TD, rows=rows, top_M=())
+        return Pack(batch=batch, teacher_hidden_TD=batch.hidden_TD, rows=rows, top_M=(), wanted=wanted)
     if batch.teacher is None:
         raise ValueError(
             "losses: expected a cache with the teacher's most probable tokens, found none in this one; "
@@ -82,4 +87,4 @@ def align(batch: Batch, *, draft_steps: int, need_top: bool) -> Pack:
         raise ValueError(
             f"cache: expected the teacher's most probable tokens at every row that counts, found {missing} rows without; precompute again"
         )
-    return Pack(batch=batch, teacher_hidden_TD=batch.hidden_TD, rows=rows, top_M=top_M)
+    return Pack(batch=batch, teacher_hidden_TD=batch.hidden_TD, rows=rows, top_M=top_M, wanted=wanted)

@@ -1,0 +1,65 @@
+"""Rows that nobody reads are not computed, and those that somebody reads are what they would be."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from mtp_train.nn.attention import PackedAttention
+from mtp_train.nn.wanted import WantedRows, rows_only
+
+SCALE = 0.35
+
+
+def test_close_rows_make_one_stretch_and_samples_are_never_joined() -> None:
+    found = WantedRows.of(torch.tensor([7, 5, 5, 60, 200, 299, 300]), bounds=(0, 4, 300, 310))
+    assert found is not None
+    assert found.stretches == ((5, 61), (200, 201), (299, 300), (300, 301))
+    assert torch.equal(found.rows_M, torch.cat([torch.arange(*stretch) for stretch in found.stretches]))
+    assert WantedRows.of(torch.tensor([], dtype=torch.int64), bounds=(0, 4)) is None
+
+
+def test_a_module_computes_the_rows_asked_for_and_no_others() -> None:
+    module, rows = nn.Linear(3, 5), torch.tensor([1, 4])
+    seen = []
+    handle = module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape))
+    x = torch.randn(1, 6, 3, requires_grad=True)
+    with rows_only([module], rows):
+        found = module(x)
+    handle.remove()
+    assert seen == [(1, 6, 3)] or seen == [(1, 2, 3)]
+    whole = module(x)
+    assert torch.equal(found[:, rows], whole[:, rows]) and not found[:, [0, 2, 3, 5]].any()
+    assert torch.equal(module(x), whole), "outside, all rows again"
+    weight_N = torch.randn(1, 6, 5)
+    (grad,) = torch.autograd.grad((found * weight_N).sum(), x)
+    (expected,) = torch.autograd.grad((whole[:, rows] * weight_N[:, rows]).sum(), x)
+    torch.testing.assert_close(grad, expected)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_later_depths_of_some_rows_are_those_of_all(window: int | None) -> None:
+    """Values, and gradients to the keys of depth 0 too, which rows outside reach only through those inside."""
+    bounds = (0, 5, 6, 14)
+    wanted = WantedRows(rows_M=torch.tensor([2, 3, 8, 9, 10, 13]), stretches=((2, 4), (8, 11), (13, 14)))
+    draw = torch.Generator().manual_seed(0)
+    inputs = [[torch.randn(heads, 14, 8, generator=draw, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)] for _ in range(3)]
+    weight = torch.randn(4, 6, 8, generator=draw, dtype=torch.float64)
+    results = []
+    for restricted in (False, True):
+        context = PackedAttention(bounds=bounds)
+        outs = []
+        for depth, qkv in enumerate(inputs):
+            some = restricted and depth > 0
+            out = context.attend(0, *((x[:, wanted.rows_M] if some else x) for x in qkv), scale=SCALE, window=window)
+            outs.append(out if some else out[:, wanted.rows_M])
+            if restricted and depth == 0:
+                context.restrict(wanted)
+            context.next_depth()
+        total = sum((out * weight).sum() for out in outs)
+        results.append([*outs, *torch.autograd.grad(total, list(itertools.chain(*inputs)))])
+    for some, all_ in zip(*results, strict=True):
+        torch.testing.assert_close(some, all_, rtol=1e-9, atol=1e-9)
