@@ -12,13 +12,14 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
+from mtp_train.loss.vocabulary_sample import VocabularySample
 from mtp_train.target.draft_vocabulary import DraftVocabulary
 
 Unit = Literal["nats", "probability", "squared units"]
 # What a loss reads: the head's hidden states themselves, as states of the target's (all losses read what is made of them), the
-# head's logits, the label token, the exact teacher (the target's logits, recomputed from its hidden states) or the teacher's most
-# probable tokens as the cache keeps them.
-Need = Literal["hidden", "logits", "label", "exact_teacher", "topk_teacher"]
+# head's logits, the label token, the exact teacher (the target's logits, recomputed from its hidden states), the teacher's most
+# probable tokens as the cache keeps them, or a part of the vocabulary to speak about in training.
+Need = Literal["hidden", "logits", "label", "exact_teacher", "topk_teacher", "vocabulary_sample"]
 
 # Elements of a float32 block that stays in a CPU core's second-level cache together with its source (1 MB of 2).
 _BLOCK_ELEMENTS = 2**18
@@ -54,7 +55,7 @@ class LossChunk:
     ``hidden_RD`` is the head's and carries the gradient; ``teacher_hidden_RD`` the target's hidden state about the same
     token; ``label_R`` (int64) that token as the text has it; ``top`` the cached teacher, or None where the cache has none.
     The head's logits are over the U tokens that it can draft, the teacher's over all V; ``draft`` says which are which, and is
-    None where they are the same.
+    None where they are the same. ``vocabulary_sample``: the tokens that ``project_sampled`` speaks about; None where none were drawn.
 
     With a draft vocabulary no head reaches KL(p || q) below infinity, since q is 0 where p is not. What depends on the head
     is the teacher's part inside: with m = sum_U p, the losses in nats give m KL(p / m || q), so that a row counts by the
@@ -72,14 +73,23 @@ class LossChunk:
         project: Callable[[torch.Tensor], torch.Tensor],
         project_teacher: Callable[[torch.Tensor], torch.Tensor],
         draft: DraftVocabulary | None = None,
+        vocabulary_sample: VocabularySample | None = None,
+        project_sampled: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.hidden_RD, self.teacher_hidden_RD, self.label_R, self.top = hidden_RD, teacher_hidden_RD, label_R, top
         self._project, self._project_teacher, self.draft = project, project_teacher, draft
+        self.vocabulary_sample, self._project_sampled = vocabulary_sample, project_sampled
 
     @cached_property
     def projected_RU(self) -> torch.Tensor:
         """The head's logits as the lm_head's matrix product gives them (bfloat16 under autocast), with gradient."""
         return self._project(self.hidden_RD)
+
+    @cached_property
+    def sampled_projected_RS(self) -> torch.Tensor:
+        """The head's logits of the tokens in ``vocabulary_sample``, as the matrix product gives them, with gradient."""
+        assert self._project_sampled is not None
+        return self._project_sampled(self.hidden_RD)
 
     @cached_property
     def logits_RU(self) -> torch.Tensor:

@@ -27,9 +27,16 @@ class TopkKl(Loss):
         return frozenset({"logits", "topk_teacher"})
 
     def __call__(self, chunk: LossChunk) -> torch.Tensor:
-        found = chunk.candidates
-        value_R: torch.Tensor = _BucketKl.apply(chunk.projected_RU, *found, chunk.draft is not None)
-        return value_R
+        return bucket_kl(chunk.projected_RU, *chunk.candidates, partial=chunk.draft is not None)
+
+
+def bucket_kl(
+    logits_RU: torch.Tensor, column_RC: torch.Tensor, log_probs_RC: torch.Tensor, tail_R: torch.Tensor, *, partial: bool
+) -> torch.Tensor:
+    """The loss of rows of logits against candidates in their columns; ``partial``: some lie outside, at column U, with a
+    log-probability of -inf."""
+    value_R: torch.Tensor = _BucketKl.apply(logits_RU, column_RC, log_probs_RC, tail_R, partial)
+    return value_R
 
 
 class _BucketKl(torch.autograd.Function):

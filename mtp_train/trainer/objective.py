@@ -12,13 +12,16 @@ from torch.nn import functional
 
 from mtp_train.head.base import Head
 from mtp_train.loss.base import Loss, LossChunk, TopTeacher
+from mtp_train.loss.sampled_kl import SampledKl
 from mtp_train.loss.total_variation import overlap
-from mtp_train.records import DraftStep
+from mtp_train.loss.vocabulary_sample import VocabularySample
+from mtp_train.records import Batch, DraftStep
 from mtp_train.target.draft_vocabulary import DraftVocabulary
 from mtp_train.trainer.rows import Pack
 
-# Columns of the sums beside one per loss: rows, rows whose top token is the teacher's, sum of min(p, q), mean square of the state.
-EXTRA_COLUMNS = ("rows", "agree", "overlap", "square")
+# Columns of the sums beside one per loss: rows, rows whose top token is the teacher's, sum of min(p, q), mean square of the state,
+# sum of the error of the partition function's logarithm where a part of the vocabulary is drawn.
+EXTRA_COLUMNS = ("rows", "agree", "overlap", "square", "log_partition")
 
 
 class Term(NamedTuple):
@@ -67,6 +70,13 @@ class Objective:
                 f"depth_weights: expected one weight per depth (draft_steps={self.draft_steps}), none below 0 and not all 0, found "
                 f"{list(weights)}; set draft_steps to as many, or give fewer or more weights"
             )
+
+    def draw(self, batch: Batch, *, vocab_size: int, seed: str) -> VocabularySample | None:
+        """The part of the vocabulary that a loss wants drawn for this batch; None where none does."""
+        loss = next((term.loss for term in self.terms.values() if isinstance(term.loss, SampledKl)), None)
+        if loss is None or batch.teacher is None:
+            return None
+        return loss.draw(batch.teacher.ids_MC, vocab_size=vocab_size, seed="/".join([seed, *batch.sample_ids]))
 
     def weight(self, depth: int) -> float:
         """What depth ``depth`` counts."""
@@ -123,6 +133,13 @@ class _DepthRows:
         ids_U = head.draft_ids_U
         self.draft = None if ids_U is None else DraftVocabulary.of(ids_U, vocab_size=head.shared.embedding_VD.shape[0])
         self.project_teacher: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: _target_logits(head, hidden)
+        self.sample = pack.vocabulary_sample
+        if self.sample is not None and self.parameters:
+            raise ValueError(
+                "losses.sampled_kl: expected a head that speaks through the target's own lm_head, found one with an lm_head of its own; "
+                "choose topk_kl, and a draft vocabulary (head.draft_vocab_size) for speed"
+            )
+        self.sampled_SD = None if self.sample is None else head.shared.lm_head_VD[self.sample.ids_S]
 
     def chunk(self, hidden_RD: torch.Tensor, where: slice) -> LossChunk:
         batch = self.pack.batch
@@ -143,20 +160,30 @@ class _DepthRows:
             project=self.project,
             project_teacher=self.project_teacher,
             draft=self.draft,
+            vocabulary_sample=None if self.measure else self.sample,
+            project_sampled=self._project_sampled,
         )
+
+    def _project_sampled(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        assert self.sampled_SD is not None
+        autocast = torch.is_autocast_enabled(hidden_RD.device.type)
+        return functional.linear(hidden_RD, self.sampled_SD if autocast else self.sampled_SD.to(hidden_RD.dtype))
 
     def columns(self, chunk: LossChunk, values: list[torch.Tensor]) -> torch.Tensor:
         """This chunk's sums, float64 (X,); reading them costs no projection that the losses did not make."""
         unknown = torch.full((), float("nan"), dtype=torch.float64, device=chunk.label_R.device)
         objective, exact = self.objective, self.objective.needs("exact_teacher")
-        agree = overlapping = unknown
+        agree = overlapping = log_partition = unknown
         if self.measure or (objective.needs("logits") and (exact or chunk.top is not None)):
             agree = (chunk.top_R == chunk.teacher_top_R).sum().double()
         if self.measure:
             overlapping = overlap(chunk).sum().double()
+        if self.measure and self.sample is not None:
+            estimated_R = self.sample.corrected(self._project_sampled(chunk.hidden_RD)).logsumexp(-1)
+            log_partition = (estimated_R - chunk.logits_RU.logsumexp(-1)).sum().double()
         count = torch.full_like(unknown, chunk.label_R.shape[0])
         square = chunk.hidden_RD.detach().float().square().mean(-1).sum().double()
-        return torch.stack([*(value.detach().sum().double() for value in values), count, agree, overlapping, square])
+        return torch.stack([*(value.detach().sum().double() for value in values), count, agree, overlapping, square, log_partition])
 
 
 class _ChunkedSum(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from mtp_train.nn.context import ContextGroup
@@ -21,9 +22,11 @@ class PackShare(NamedTuple):
     num_ranks: int
     context: ContextGroup | None
 
-    def align(self, batch: Batch, objective: Objective) -> Pack:
-        """The batch with the rows that count, of those that this process computes."""
+    def align(self, batch: Batch, objective: Objective, *, vocab_size: int, seed: str) -> Pack:
+        """The batch with the rows that count, of those that this process computes, and what the objective draws for it: from
+        ``seed`` and the samples alone, so that processes which share a pack draw the same."""
         pack = align(batch, draft_steps=objective.draft_steps, need_top=objective.needs("topk_teacher"))
+        pack = replace(pack, vocabulary_sample=objective.draw(batch, vocab_size=vocab_size, seed=seed))
         return pack if self.context is None else pack.shared(self.context.share(batch.num_tokens))
 
     @property

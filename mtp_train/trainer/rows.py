@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mtp_train.batch.shift import LossRows, loss_rows
+from mtp_train.loss.vocabulary_sample import VocabularySample
 from mtp_train.nn.wanted import WantedRows
 from mtp_train.records import Batch, RowShare
 
@@ -16,13 +17,14 @@ class Pack:
     """A batch with its loss rows per depth; ``base_M`` counts the rows that this process computes. ``top_M`` numbers the rows of
     ``batch.teacher`` that teach them, one tensor per depth; it is empty (no depths) where the cache has no top-k.
     ``teacher_hidden_TD`` are the target's hidden states as cached; those in ``batch``, which the head reads, may carry noise.
-    ``wanted``: bases that count at some depth; None: compute all."""
+    ``wanted``: bases that count at some depth; None: compute all. ``vocabulary_sample``: what was drawn for a loss that asks for it."""
 
     batch: Batch
     teacher_hidden_TD: torch.Tensor
     rows: tuple[LossRows, ...]
     top_M: tuple[torch.Tensor, ...]
     wanted: WantedRows | None = None
+    vocabulary_sample: VocabularySample | None = None
 
     @property
     def counts_K(self) -> torch.Tensor:
@@ -39,6 +41,7 @@ class Pack:
             rows=tuple(LossRows(*(column.to(device, non_blocking=True) for column in rows)) for rows in self.rows),
             top_M=tuple(column.to(device, non_blocking=True) for column in self.top_M),
             wanted=None if self.wanted is None else self.wanted.to(device),
+            vocabulary_sample=None if self.vocabulary_sample is None else self.vocabulary_sample.to(device),
         )
 
     def with_input(self, hidden_TD: torch.Tensor) -> Pack:

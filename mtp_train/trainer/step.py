@@ -51,6 +51,7 @@ class Stepper:
         self._accelerator, self._parallel, self._share, self._objective = accelerator, parallel, share, objective
         self._settings, self._optim, self._schedule = settings, optimizer, schedule
         self._packs_per_process = packs_per_process
+        self._vocab_size = parallel.module.head.shared.lm_head_VD.shape[0]
 
     def __call__(self, batches: StepBatches, summary: Summary, stop: StopSignal) -> Stepped:
         """Train on one step's packs and add what they sum up to ``summary``.
@@ -58,7 +59,7 @@ class Stepper:
         Errors: ValueError at a loss or gradient that is not finite; the weights are then as they were.
         """
         accelerator, parallel, device = self._accelerator, self._parallel, self._accelerator.device
-        packs = self._packs(batches.batches)
+        packs = self._packs(batches.batches, step=batches.step)
         counted = torch.stack([pack.counts_K for pack in packs]).sum(0).tolist()
         tokens = sum(batch.num_tokens for batch in batches.batches) if self._share.speaks_for_tokens else 0
         # One reduction before the work; its result stays on the device until the step's only wait, below.
@@ -94,9 +95,10 @@ class Stepper:
         stopped_by = next((number for number, count in zip(SIGNALS, received, strict=True) if count), 0)
         return Stepped({"lr": lr, "grad_norm": norm_value}, int(num_tokens), stopped_by)
 
-    def _packs(self, batches: list[Batch]) -> list[Pack]:
+    def _packs(self, batches: list[Batch], *, step: int) -> list[Pack]:
         """This process' packs, and silent ones where others have more: all take part in every exchange."""
-        packs = [self._share.align(batch, self._objective) for batch in batches]
+        seed = f"{self._settings.seed}/{step}"
+        packs = [self._share.align(batch, self._objective, vocab_size=self._vocab_size, seed=seed) for batch in batches]
         return packs + [packs[0].silent()] * (self._packs_per_process - len(packs))
 
     def _with_noise(self, pack: Pack, *, step: int) -> Pack:

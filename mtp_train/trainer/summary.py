@@ -36,7 +36,8 @@ class Summary:
 def report(objective: Objective, sums: list[list[float]]) -> dict[str, Any]:
     """Means over counted rows: ``loss`` (weighted as in training), ``losses`` per word, ``agreement``, ``expected_acceptance``
     (sum of min(p, q)) and ``hidden_rms`` (root mean square of the numbers in the state that the lm_head reads), each a list over
-    depths; NaN where not measured or no row counts."""
+    depths; NaN where not measured or no row counts. Where a part of the vocabulary is drawn in training, also how far the partition
+    function's logarithm is then off."""
     columns = objective.columns
     where = {name: columns.index(name) for name in columns}
 
@@ -50,7 +51,7 @@ def report(objective: Objective, sums: list[list[float]]) -> dict[str, Any]:
         for depth in range(objective.draft_steps)
         if sums[depth][where["rows"]]
     )
-    return {
+    line = {
         "loss": total,
         "losses": losses,
         "agreement": mean("agree"),
@@ -58,3 +59,4 @@ def report(objective: Objective, sums: list[list[float]]) -> dict[str, Any]:
         "hidden_rms": [math.sqrt(square) if square >= 0 else math.nan for square in mean("square")],
         "rows": [int(row[where["rows"]]) for row in sums],
     }
+    return line | ({"log_partition_bias_nats": mean("log_partition")} if objective.needs("vocabulary_sample") else {})

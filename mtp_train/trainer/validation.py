@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from mtp_train.batch.packing import pack as pack_samples
-from mtp_train.runtime import progress
+from mtp_train.runtime import log, progress
 from mtp_train.trainer.data import Subset, validation_packs
 from mtp_train.trainer.pack_share import PackShare
 from mtp_train.trainer.parallel import Parallel
@@ -44,16 +44,21 @@ class Validator:
         """The figures of ``summary.report`` after ``step`` steps; every rank must call."""
         parallel, objective, device = self._parallel, self._parallel.module.objective, self._accelerator.device
         summary = Summary(objective=objective, device=device)
+        vocab_size = parallel.module.head.shared.lm_head_VD.shape[0]
         ones_K = torch.ones(objective.draft_steps, device=device)
         parallel.model.eval()
         with torch.no_grad():
             for numbers, counts in progress(self._packs, desc=f"validate after step {step}", unit="pack"):
                 batch = pack_samples([self._subset[number] for number in numbers])
-                pack = self._share.align(batch, objective)
+                pack = self._share.align(batch, objective, vocab_size=vocab_size, seed="validation")
                 result = parallel.model((pack if counts else pack.silent()).to(device), ones_K, measure=True)
                 summary.add(result.sums_KX)
         parallel.model.train()
-        return report(objective, summary.reduced(self._accelerator))
+        line = report(objective, summary.reduced(self._accelerator))
+        if "log_partition_bias_nats" in line:
+            bias = ", ".join(f"{number:+.4f}" for number in line["log_partition_bias_nats"])
+            log(f"sampled_kl: the partition function's logarithm is off by {bias} nats in the mean, per depth; these figures are exact")
+        return line
 
     def value(self, line: Mapping[str, Any]) -> float:
         """The deciding figure of a validation, larger is better: the mean over depths, or minus the loss."""

@@ -16,11 +16,14 @@ from mtp_train.cache.reader import CacheReader
 from mtp_train.loss.cross_entropy import CrossEntropy
 from mtp_train.loss.forward_kl import ForwardKl
 from mtp_train.loss.hidden_l1 import HiddenL1
+from mtp_train.loss.sampled_kl import SampledKl
 from mtp_train.loss.topk_kl import TopkKl
 from mtp_train.loss.total_variation import TotalVariation
 from mtp_train.records import Batch
 from mtp_train.trainer.objective import Objective, Result, Term
+from mtp_train.trainer.pack_share import PackShare
 from mtp_train.trainer.rows import align
+from mtp_train.trainer.summary import report
 
 WEIGHTS = {"hidden_l1": 0.7, "forward_kl": 1.3, "cross_entropy": 0.4, "total_variation": 0.9}
 LOSSES = {
@@ -158,3 +161,39 @@ def test_depths_can_be_weighed_one_by_one(recipe: Any, batch: Batch) -> None:
         ]
     torch.testing.assert_close(as_decay, run(head, batch, chosen).loss.detach())
     torch.testing.assert_close(as_decay, sum(DECAY**depth * loss for depth, loss in enumerate(alone)))
+
+
+def drawn(head: Any, batch: Batch, loss: SampledKl, *, measure: bool) -> tuple[Objective, Result]:
+    chosen = Objective(terms={"sampled_kl": Term(1.0, loss)}, draft_steps=DEPTHS, decay=DECAY, chunk_rows=7)
+    pack = PackShare(0, 1, None).align(batch, chosen, vocab_size=head.shared.lm_head_VD.shape[0], seed="0/0")
+    return chosen, chosen(head, pack, 1.0 / pack.counts_K.float().clamp_min(1), measure=measure)
+
+
+def test_a_vocabulary_drawn_whole_gives_the_whole_ones_gradients(recipe: Any, batch: Batch) -> None:
+    head = recipe.head()
+    _, found = drawn(head, batch, SampledKl(num_top=4, num_random=10_000), measure=False)
+    expected = run(head, batch, objective(chunk_rows=7, words=("topk_kl",)))
+    torch.testing.assert_close(found.loss, expected.loss)
+    grads = gradients(found.loss, head)
+    for name, grad in gradients(expected.loss, head).items():
+        torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-6)
+
+
+def test_training_draws_and_evaluation_is_exact_and_tells_the_bias(recipe: Any, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    head, loss = recipe.head(), SampledKl(num_top=2, num_random=60)
+    with torch.no_grad():
+        chosen, measured = drawn(head, batch, loss, measure=True)
+        exact = run(head, batch, objective(chunk_rows=7, words=("topk_kl",)), measure=True)
+    torch.testing.assert_close(measured.loss, exact.loss)
+    line = report(chosen, measured.sums_KX.tolist())
+    assert line["agreement"] == report(objective(chunk_rows=7, words=("topk_kl",)), exact.sums_KX.tolist())["agreement"]
+    assert all(abs(bias) < 0.5 and bias != 0 for bias in line["log_partition_bias_nats"])
+    monkeypatch.setattr(head, "project", lambda hidden: pytest.fail("projected to the whole vocabulary in training"))
+    _, trained = drawn(head, batch, loss, measure=False)
+    assert trained.loss.item() == pytest.approx(exact.loss.item(), rel=0.3) and trained.loss.item() != exact.loss.item()
+    assert all(bool(grad.isfinite().all()) for grad in gradients(trained.loss, head).values())
+
+
+def test_a_head_with_an_lm_head_of_its_own_is_told_what_else_is_fast(recipe: Any, batch: Batch) -> None:
+    with pytest.raises(ValueError, match=r"sampled_kl: expected a head that speaks through the target's own lm_head.*draft_vocab_size"):
+        drawn(replace(recipe, word="eagle3").head(), batch, SampledKl(num_top=2, num_random=60), measure=False)
