@@ -1,0 +1,128 @@
+"""What a setting of train costs in acceptance: trains with and without it, over several seeds, and compares by the acceptance estimate.
+
+python tools/compare_trainings.py --run RUN --seeds 0 1 2 'exact: losses={forward_kl: 1.0}' 'top-64: losses={topk_kl: 1.0}'
+
+Every argument is a name and, behind a colon, settings of ``python -m mtp_train.train`` (quoted as in a shell); the first one is what the
+others are held against. Per seed all variants train on the same samples and are estimated on the same held-out ones of RUN/cache, which is
+never the recoded one: at inference a head reads the target's own states. Differences are paired by prompt. What is trained already is
+found again and not trained anew, so that the same command continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from mtp_train.acceptance.interval import Interval, paired_difference, rates_and_length
+from mtp_train.cache.reader import CacheReader
+from mtp_train.engine.base import Sampling
+from mtp_train.engine.estimate_from_cache import estimate
+from mtp_train.records import PromptAcceptance
+from mtp_train.runtime import atomic_write_json, atomic_write_text, provenance
+from mtp_train.stage import head_loader, load_word, open_target
+from mtp_train.target.weights import read_shared
+from mtp_train.trainer.data import split
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("variants", nargs="+", help="name: settings")
+    parser.add_argument("--run", type=Path, required=True, help="a run with a finished cache of the target's own greedy answers")
+    parser.add_argument("--target", default="smollm2_135m", help="of conf/target")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--fraction", type=float, default=0.2, help="share of the prompts that each seed holds out")
+    parser.add_argument("--common", default="", help="settings of train for all variants")
+    parser.add_argument("--num-speculative-tokens", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="report.{json,md} go there; none: RUN/compare")
+    return parser.parse_args()
+
+
+def train(words: argparse.Namespace, name: str, settings: str, seed: int) -> Path:
+    """The folder of the head, trained unless it is there."""
+    out = words.run / "compare" / f"{name}-{seed}"
+    command = [sys.executable, "-m", "mtp_train.train", f"run={words.run}", f"target={words.target}", f"name={name}-{seed}", f"out={out}"]
+    command += [
+        f"seed={seed}",
+        f"head.seed={seed}",
+        f"validation.fraction={words.fraction}",
+        *shlex.split(words.common),
+        *shlex.split(settings),
+    ]
+    subprocess.run(command, check=True)
+    return out
+
+
+@torch.inference_mode()
+def measure(words: argparse.Namespace, folder: Path, seed: int) -> list[PromptAcceptance]:
+    """The estimate on what ``seed`` held out."""
+    target = open_target(OmegaConf.create(load_word("target", words.target)))
+    head = head_loader(target)(folder, read_shared(target.path).to(device="cpu", dtype=torch.bfloat16))
+    held_out = split(CacheReader(words.run / "cache", verify="none"), fraction=words.fraction, seed=seed)[1].with_taps(
+        head.target_layer_ids
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = estimate(
+            head,
+            (held_out[number] for number in range(len(held_out))),
+            num_speculative_tokens=words.num_speculative_tokens,
+            draft_sampling="greedy",
+            sampling=Sampling(temperature=0.0, top_p=1.0, max_new_tokens=1 << 30, seed=0),
+            max_batch_tokens=8192,
+            device=torch.device("cpu"),
+        )
+    return [replace(prompt, prompt_id=f"{seed}/{prompt.prompt_id}") for prompt in found.prompts]
+
+
+def shown(interval: Interval) -> str:
+    return f"{interval.value:+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]" if interval.low is not None else f"{interval.value:+.4f}"
+
+
+def report(
+    names: Sequence[str], found: dict[str, list[list[PromptAcceptance]]], words: argparse.Namespace
+) -> tuple[str, list[dict[str, Any]]]:
+    depth, first, rows = words.num_speculative_tokens, names[0], []
+    positions = sum(sum(len(prompt.token_ids) for prompt in prompts) for prompts in found[first])
+    lines = [f"{len(words.seeds)} seeds, {positions} held-out answer tokens in all; chain of {depth}, greedy.", ""]
+    lines += [
+        "| variant | position 1 | length | position 1, less the first's [95%] | length, likewise | position 1 per seed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in names:
+        pooled = [prompt for prompts in found[name] for prompt in prompts]
+        rates, length = rates_and_length(pooled, depth)
+        row: dict[str, Any] = {"variant": name, "position_1": rates[0].value, "length": length.value}
+        cells = ["", "", ""]
+        if name != first:
+            at_one, in_length = paired_difference(pooled, [prompt for prompts in found[first] for prompt in prompts], depth)
+            seeds = [paired_difference(ours, base, depth)[0][0].value for ours, base in zip(found[name], found[first], strict=True)]
+            row |= {"position_1_difference": at_one[0]._asdict(), "length_difference": in_length._asdict(), "per_seed": seeds}
+            cells = [shown(at_one[0]), shown(in_length), ", ".join(f"{value:+.4f}" for value in seeds)]
+        rows.append(row)
+        lines.append(f"| {name} | {rates[0].value:.4f} | {length.value:.4f} | {cells[0]} | {cells[1]} | {cells[2]} |")
+    return "\n".join(lines) + "\n", rows
+
+
+def main() -> None:
+    words = parse()
+    variants = dict((part.strip() for part in variant.split(":", 1)) for variant in words.variants)
+    found = {
+        name: [measure(words, train(words, name, settings, seed), seed) for seed in words.seeds] for name, settings in variants.items()
+    }
+    text, rows = report(list(variants), found, words)
+    out = words.out or words.run / "compare"
+    atomic_write_json(out / "report.json", {**provenance(), "variants": variants, "common": words.common, "rows": rows})
+    atomic_write_text(out / "report.md", text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
