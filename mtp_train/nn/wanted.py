@@ -6,11 +6,11 @@ and all of the later depths, are needed only at bases from which some counted to
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import nn
@@ -50,22 +50,28 @@ class WantedRows:
 
 @contextmanager
 def rows_only(modules: Sequence[nn.Module], rows_M: torch.Tensor | None) -> Iterator[None]:
-    """Within, modules that treat each row by itself (second-last axis) compute these rows, and give zeros for the others."""
+    """Within, modules that treat each row by itself (second-last axis) compute these rows, and give zeros for the others.
+
+    Their ``forward`` is another for that long, so that whatever hooks hang on them see all rows, as ever.
+    """
     if rows_M is None:
         yield
         return
-    sizes: list[int] = []
-
-    def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        sizes.append(inputs[0].shape[-2])
-        return (inputs[0].index_select(-2, rows_M), *inputs[1:])
-
-    def after(module: nn.Module, inputs: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
-        return out.new_zeros((*out.shape[:-2], sizes.pop(), out.shape[-1])).index_copy(-2, rows_M, out)
-
-    handles = [handle for module in modules for handle in (module.register_forward_pre_hook(before), module.register_forward_hook(after))]
-    try:
+    with ExitStack() as stack:
+        for module in modules:
+            own = module.__dict__.get("forward")
+            module.forward = partial(_some_rows, module.forward, rows_M)
+            stack.callback(_put_back, module, own)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+
+def _some_rows(forward: Callable[[torch.Tensor], torch.Tensor], rows_M: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    out = forward(x.index_select(-2, rows_M))
+    return out.new_zeros((*out.shape[:-2], x.shape[-2], out.shape[-1])).index_copy(-2, rows_M, out)
+
+
+def _put_back(module: nn.Module, own: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+    if own is None:
+        del module.forward
+    else:
+        module.forward = own
