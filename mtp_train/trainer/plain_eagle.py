@@ -8,6 +8,7 @@ train; the two give the same gradients (a test), and ``tools/bench_train.py`` ti
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -51,8 +52,7 @@ class PlainEagle(nn.Module):
         self.fc = _copy(head.projection)
         self.q, self.k, self.v, self.o = (_copy(attention.get_submodule(f"{name}_proj")) for name in "qkvo")
         self.gate, self.up, self.down = (_copy(mlp.get_submodule(f"{name}_proj")) for name in ("gate", "up", "down"))
-        self.norm = nn.RMSNorm(self.fc.out_features, eps=shared.rms_norm_eps)
-        self.norm.weight.data.copy_(own.get_submodule("post_attention_layernorm").get_parameter("weight"))
+        self.norm = copy.deepcopy(own.get_submodule("post_attention_layernorm"))
 
     def forward(self, hidden_BTD: torch.Tensor, token_ids_BT: torch.Tensor, *, offset: int) -> torch.Tensor:
         """The next states; ``offset`` is added to the rotary positions."""
@@ -91,7 +91,7 @@ class PlainEagle(nn.Module):
     def named_weights(self) -> dict[str, torch.Tensor]:
         """Its parameters under the names that they have in ``head=eagle``."""
         layer, attention, mlp = "decoder.layer.", "decoder.layer.self_attn.", "decoder.layer.mlp."
-        named = {"projection.weight": self.fc.weight, f"{layer}post_attention_layernorm.weight": self.norm.weight}
+        named = {"projection.weight": self.fc.weight, f"{layer}post_attention_layernorm.weight": self.norm.get_parameter("weight")}
         named |= {f"{attention}{name}_proj.weight": getattr(self, name).weight for name in "qkvo"}
         return named | {f"{mlp}{name}_proj.weight": getattr(self, name).weight for name in ("gate", "up", "down")}
 
@@ -103,9 +103,7 @@ def _ahead(x: torch.Tensor, by: int) -> torch.Tensor:
 
 def _copy(linear: nn.Module) -> nn.Linear:
     assert isinstance(linear, nn.Linear)
-    copy = nn.Linear(linear.in_features, linear.out_features, bias=False, dtype=linear.weight.dtype)
-    copy.weight.data.copy_(linear.weight)
-    return copy
+    return copy.deepcopy(linear)
 
 
 def _rotated(x: torch.Tensor) -> torch.Tensor:
