@@ -100,6 +100,12 @@ class DecoderLayer(nn.Module):
         self.layer = parts.layer(config, config.num_hidden_layers - 1)
         if not input_norm:
             self.layer.input_layernorm = nn.Identity()
+        # Found now: where ZeRO shares parameters out, they have no shape later.
+        self._feed_forward = [
+            name
+            for name, part in self.layer.named_children()
+            if name != "self_attn" and any(parameter.ndim >= 2 for parameter in part.parameters())
+        ]
         # Holds no parameters; kept out of the state dict as transformers keeps its buffers.
         self.rotary = parts.rotary(config=config)
 
@@ -109,7 +115,7 @@ class DecoderLayer(nn.Module):
 
     def feed_forward(self) -> list[nn.Module]:
         """Its parts with matrices that treat each row by itself."""
-        return [part for part in self.row_wise() if any(parameter.ndim >= 2 for parameter in part.parameters())]
+        return [self.layer.get_submodule(name) for name in self._feed_forward]
 
     def forward(self, hidden_TD: torch.Tensor, *, position_T: torch.Tensor, context: Any) -> torch.Tensor:
         position_1T = position_T[None]
