@@ -87,7 +87,7 @@ class _RandomHeads(ParallelHead):
         generator = torch.Generator().manual_seed(seed)
         self.map_KVD = torch.randn(self.num_ahead, *shared.lm_head_VD.shape, generator=generator)
 
-    def unroll(self, batch: Any) -> Iterator[Any]:
+    def unroll(self, batch: Any, *, wanted: Any = None) -> Iterator[Any]:
         raise AssertionError("never trained")
 
     def settings(self) -> dict[str, Any]:

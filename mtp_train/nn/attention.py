@@ -209,7 +209,8 @@ class PackedAttention:
     """
 
     def __init__(self, *, bounds: Sequence[int], share: RowShare | None = None) -> None:
-        self._bounds, self._share, self._wanted = bounds, share, None
+        self._bounds, self._share = bounds, share
+        self._wanted: WantedRows | None = None
         self._parts = self._later_parts = _parts(bounds, None if share is None else share.stretches)
         self._longest = max(last - first for first, last in itertools.pairwise(bounds))
         self.depth = 0

@@ -48,7 +48,7 @@ class PlainEagle(nn.Module):
         attention, mlp = own.get_submodule("self_attn"), own.get_submodule("mlp")
         self._shared = shared
         self.rotary = head.decoder.rotary
-        self.head_size = int(attention.head_dim)
+        self.head_size = int(attention.head_dim)  # type: ignore[arg-type]  # a number that transformers' layers all state
         self.fc = _copy(head.projection)
         self.q, self.k, self.v, self.o = (_copy(attention.get_submodule(f"{name}_proj")) for name in "qkvo")
         self.gate, self.up, self.down = (_copy(mlp.get_submodule(f"{name}_proj")) for name in ("gate", "up", "down"))
