@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mtp_train.acceptance.costs import CostTable
+from mtp_train.acceptance.costs import CostTable, Shape
 from mtp_train.advising.modelled import Rates, modelled_costs
 from mtp_train.planning.hardware import Hardware
 from mtp_train.planning.sizes import TargetSizes, Weights
@@ -65,7 +65,7 @@ def test_the_roofline_by_hand() -> None:
     # A layer, a projection of two hidden sizes, the lm_head.
     drafted = 2 * (10e6 + 2e6 + 50e6) / 1e9
     assert table.draft_step_s(1) == pytest.approx(drafted)
-    assert table.source == "modelled" and table.costs(1, (3, 1, 4)).overhead == pytest.approx(0.0)  # type: ignore[arg-type]
+    assert table.source == "modelled" and table.costs(1, Shape(3, 1, 4)).overhead == pytest.approx(0.0)
 
 
 def test_rows_come_in_blocks_on_a_gpu_alone() -> None:
@@ -77,7 +77,7 @@ def test_rows_come_in_blocks_on_a_gpu_alone() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"at most 0\.1 GB of weights per device, found 0\.3 GB of made up on 1; raise assume\.tensor_parallel"
+        ValueError, match=r"at most 0\.1 GB of weights per device, found 0\.4 GB of made up on 1; raise assume\.tensor_parallel"
     ):
         model(hardware=dataclasses.replace(MACHINE, memory_bytes=10**8))
     with pytest.raises(ValueError, match="at most 2 devices, found 4"):
