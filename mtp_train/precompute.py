@@ -102,7 +102,7 @@ def _write_shards(
                 yield [responses[sample_id] for sample_id in writer.sample_ids(index)]
             elif asked:
                 yield None
-            elif (others := production.waits_for() or work.waits_for()) is None:
+            elif production.is_over or (others := production.waits_for() or work.waits_for()) is None:
                 return
             else:
                 if time.monotonic() - said_s >= _SAY_S:

@@ -68,7 +68,7 @@ class Production:
         """The shards to be made now, first things first; what is not wanted any more is dropped."""
         every = range(self._writer.num_shards)
         wanted = None if self._mode == "offline" else self._wanted()
-        if wanted is None:
+        if wanted is None or (wanted.done and self._mode == "stream"):
             return () if self._mode == "stream" else every
         if self._max_bytes is None:
             return list(dict.fromkeys((*wanted.shards, *every)))
@@ -88,7 +88,7 @@ class Production:
 
     def waits_for(self) -> str | None:
         """What a stream waits for before there is more to make, for people; None where there is nothing to wait for."""
-        if self._mode != "stream" or self.is_over:
+        if self._mode != "stream":
             return None
         if self._wanted() is None:
             return f"a training with mode=stream of the cache {self._writer.path}"
