@@ -87,7 +87,7 @@ def _ended(process: Process) -> bool:
 
 def _moments(moment: Moment, out: Path, *, until_s: float, num_steps: int) -> Iterator[bool]:
     """False as often as it is looked at, until the moment has come."""
-    before, states = _metrics_bytes(out), complete_steps(out)
+    before, states, left = _metrics_bytes(out), complete_steps(out), _unfinished(out)
     lines = 0
     while True:
         if moment == "start":
@@ -97,12 +97,16 @@ def _moments(moment: Moment, out: Path, *, until_s: float, num_steps: int) -> It
             lines, before = lines + (now > before), now
             come = lines >= num_steps
         elif moment == "saving":
-            come = out.is_dir() and any(out.glob(".step-*.tmp"))
+            come = bool(_unfinished(out) - left)
         else:
             come = bool(set(complete_steps(out)) - set(states))
         if come:
             return
         yield False
+
+
+def _unfinished(out: Path) -> set[Path]:
+    return set(out.glob(".step-*.tmp"))
 
 
 def _metrics_bytes(out: Path) -> int:
