@@ -1,0 +1,153 @@
+"""Prefill for the cache (engine=hf) against the ways of other trainers' data scripts, on the same responses.
+
+python tools/bench_precompute.py --responses RUN/responses
+
+Rows: padded batches of eight in random order, one sequence at a time, and packed as ``precompute`` does it, all for hidden states alone;
+then packed with the teacher's top 64 at answer positions, and with the cache written. Real tokens per CPU-second of one thread; every
+repeat takes other responses, the same for all rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from mtp_train.cache.format import FORMAT_VERSION, CacheIdentity
+from mtp_train.cache.plan import PlannedSample
+from mtp_train.cache.writer import CacheWriter
+from mtp_train.engine.base import PrefillSettings
+from mtp_train.prompt.responses import read_responses
+from mtp_train.records import Response
+from mtp_train.runtime import atomic_write_json, atomic_write_text, provenance
+from mtp_train.stage import OpenTarget, build, load_word, open_target
+
+
+class Bench:
+    """The engine, and the same target as transformers loads it."""
+
+    def __init__(self, target: OpenTarget, *, dtype: str, top_k: int, codec: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.target, self.top_k, self.codec = target, top_k, codec
+        common = {"target_path": target.path, "trust_remote_code": target.trust_remote_code, "load_head": None}
+        self.engine = build({**load_word("engine", "hf"), "dtype": dtype}, **common)
+        self.plain = AutoModelForCausalLM.from_pretrained(target.path, dtype=getattr(torch, dtype), local_files_only=True).eval()
+
+    @torch.inference_mode()
+    def padded(self, responses: Sequence[Response], *, size: int) -> None:
+        for first in range(0, len(responses), size):
+            group = responses[first : first + size]
+            longest = max(len(response.token_ids) for response in group)
+            ids_BT = torch.tensor([[*response.token_ids, *[0] * (longest - len(response.token_ids))] for response in group])
+            mask_BT = torch.tensor([[1] * len(response.token_ids) + [0] * (longest - len(response.token_ids)) for response in group])
+            self.plain.base_model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False)
+
+    def packed(self, responses: Sequence[Response], *, top_k: int | None) -> None:
+        for _ in self.engine.prefill(responses, PrefillSettings(target_layer_ids=(), top_k=top_k)):
+            pass
+
+    def written(self, responses: Sequence[Response]) -> None:
+        identity = CacheIdentity(
+            format_version=FORMAT_VERSION,
+            **self.target.identity(),
+            hidden_state="post_norm",
+            target_layer_ids=(),
+            dtype=self.engine.dtype,
+            codec=self.codec,
+            top_k=self.top_k,
+            engine=self.engine.word,
+            engine_version=self.engine.version,
+            quantization=None,
+            hidden_size=self.target.spec.hidden_size,
+            vocab_size=self.target.spec.vocab_size,
+            git_commit=None,
+        )
+        by_id, settings = {response.prompt_id: response for response in responses}, PrefillSettings(target_layer_ids=(), top_k=self.top_k)
+        with tempfile.TemporaryDirectory() as folder:
+            planned = [PlannedSample.of(response) for response in responses]
+            writer = CacheWriter(path=Path(folder), identity=identity, samples=planned, shard_tokens=1 << 14)
+            for index, ids in writer.missing_shards():
+                writer.write_shard(index, self.engine.prefill([by_id[i] for i in ids], settings))
+            writer.finish()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--responses", type=Path, required=True, help="what regenerate wrote")
+    parser.add_argument("--target", default="smollm2_135m", help="of conf/target")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--top-k", type=int, default=64)
+    parser.add_argument("--codec", default="bf16")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--per-repeat", type=int, default=16, help="responses")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    words = parser.parse_args()
+    torch.set_num_threads(1)
+    bench = Bench(open_target(OmegaConf.create(load_word("target", words.target))), dtype=words.dtype, top_k=words.top_k, codec=words.codec)
+    responses = read_responses(words.responses)
+    random.Random(0).shuffle(responses)
+    ways: dict[str, Callable[[Sequence[Response]], None]] = {
+        "padded batches of 8, random order": lambda group: bench.padded(group, size=8),
+        "one sequence at a time": lambda group: bench.padded(group, size=1),
+        "packed (`precompute`), hidden states": lambda group: bench.packed(group, top_k=None),
+        f"packed, and top-{words.top_k} of the answers": lambda group: bench.packed(group, top_k=words.top_k),
+        f"the same, and the cache written ({words.codec})": bench.written,
+    }
+    bench.packed(responses[:1], top_k=words.top_k)  # kernels are made and chosen
+    bench.padded(responses[:1], size=1)
+    speeds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(words.repeats):
+        group = responses[number * words.per_repeat : (number + 1) * words.per_repeat]
+        num_tokens = sum(len(response.token_ids) for response in group)
+        for name, run in ways.items():
+            begun = time.process_time()
+            run(group)
+            speeds[name].append(num_tokens / (time.process_time() - begun))
+            print(f"repeat {number}: {name}: {speeds[name][-1]:.0f} tokens per CPU-s", flush=True)
+    report(words, speeds, responses)
+
+
+def report(words: argparse.Namespace, speeds: dict[str, list[float]], responses: Sequence[Response]) -> None:
+    first, about = next(iter(speeds)), provenance()
+    used = responses[: words.repeats * words.per_repeat]
+    lengths = sorted(len(response.token_ids) for response in used)
+    answers = sum(sum(response.loss_mask) for response in used) / sum(lengths)
+    rows: list[dict[str, Any]] = []
+    lines = [f"| | tokens per CPU-s | times {first} |", "|---|---|---|"]
+    for name, found in speeds.items():
+        ratio = statistics.median(ours / base for ours, base in zip(found, speeds[first], strict=True))
+        rows.append({"way": name, "tokens_per_cpu_s": found, "ratio": ratio})
+        lines.append(f"| {name} | {statistics.median(found):.0f} | {ratio:.2f} |")
+    chosen, written = list(speeds.values())[-2:]
+    share = statistics.median(1 - after / before for before, after in zip(chosen, written, strict=True))
+    lines += ["", f"Writing the cache takes {share:.1%} of the stage."]
+    text = "\n".join(
+        [
+            "# Prefill for the cache, engine=hf",
+            "",
+            "`python tools/bench_precompute.py --responses RUN/responses`",
+            "",
+            f"{len(used)} responses of {words.target}, {lengths[0]} to {lengths[-1]} tokens (median {lengths[len(lengths) // 2]}), "
+            f"{answers:.0%} of them answers; {words.dtype}, one thread; torch {about['packages']['torch']}, transformers "
+            f"{about['packages']['transformers']}, {about['machine']}; medians of {words.repeats} repeats.",
+            "",
+            *lines,
+            "",
+        ]
+    )
+    atomic_write_json(words.results / "bench_precompute.json", {**about, "rows": rows, "writing_share": share})
+    atomic_write_text(words.results / "bench_precompute.md", text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
