@@ -114,7 +114,7 @@ def unstack_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
         if tensor.ndim != 3 or part not in ("gate_up_proj", "down_proj"):
             found[name] = tensor
             continue
+        names = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
         for number, expert in enumerate(tensor):
-            halves = zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True) if part == "gate_up_proj" else [(part, expert)]
-            found |= {f"{stack}.{number}.{own}.weight": weight for own, weight in halves}
+            found |= {f"{stack}.{number}.{own}.weight": half for own, half in zip(names, expert.chunk(len(names)), strict=True)}
     return found

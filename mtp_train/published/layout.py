@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 ColumnOrder = Literal["hidden_embed", "embed_hidden"]
+Shared = Literal["embedding", "lm_head"]
 ON, OFF = (dict.fromkeys(("embed", "hidden", "input", "output", "feedback"), on) for on in (True, False))
 # Buffers that old checkpoints hold and that follow from the config.
 _DERIVED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
@@ -37,7 +38,7 @@ class Layout:
     heads: tuple[str, ...]
     table: tuple[Row, ...]
     prefixes: tuple[str, ...] | None
-    copies: Mapping[str, Literal["embedding", "lm_head"]]
+    copies: Mapping[str, Shared]
     num_blocks: int
     norms: Mapping[str, bool] | None
     zero_first_embedding: bool | None
@@ -106,6 +107,7 @@ def eagle3(layer: str) -> Layout:
 def deepseek_mtp(*, num_layers: int, num_blocks: int) -> Layout:
     """DeepSeek-V3's: block k is decoder layer ``num_layers`` + k of the checkpoint."""
     table: list[Row] = []
+    copies: dict[str, Shared] = {}
     names = [f"model.layers.{num_layers + block}." for block in range(num_blocks)]
     for block, theirs in enumerate(names):
         ours = f"later_blocks.{block - 1}." if block else ""
@@ -116,8 +118,12 @@ def deepseek_mtp(*, num_layers: int, num_blocks: int) -> Layout:
             Row(f"{ours}output_norm.weight", f"{theirs}shared_head.norm.weight"),
             Row(f"{ours}decoder.layer.*", f"{theirs}*"),
         ]
+<<<<<<< ours
     copies: dict[str, Literal["embedding", "lm_head"]] = {f"{name}embed_tokens.weight": "embedding" for name in names}
     copies |= {f"{name}shared_head.head.weight": "lm_head" for name in names}
+=======
+        copies[f"{theirs}embed_tokens.weight"], copies[f"{theirs}shared_head.head.weight"] = "embedding", "lm_head"
+>>>>>>> theirs
     return Layout(
         word="deepseek_mtp",
         heads=("mtp",),
