@@ -94,7 +94,7 @@ def _refusal(name: str, error: Exception, kinds: Mapping[str, Any]) -> str:
             there = ", ".join(_defaults(name)[mapping] or ())
             return f"{key}: expected one that is there ({there or 'none is'}), found {word!r}; +{key}=... adds it"
         known = dict(leaves(_defaults(name))).keys() | {
-            f"{path.parent.name}.{own}" for path in conf_dir().glob("*/*.yaml") for own in plain(OmegaConf.load(path))
+            f"{path.parent.name}.{own}" for path in conf_dir().glob("*/*.yaml") for own in map(str, OmegaConf.load(path))
         }
         hint = nearest(key, sorted(known))
         return f"{key}: expected a setting of {name}, found none of that name; {hint}python -m mtp_train.{name} --help lists them"

@@ -194,7 +194,8 @@ REFUSED = {
     },
     "train": {
         "optimizer=null": "optimizer: expected a mapping, found null",
-        "losses.kl=1": "losses.kl: expected one of cross_entropy, forward_kl, hidden_l1, topk_kl, total_variation, found 'kl'\n",
+        "losses.kl=1": "losses.kl: expected one of cross_entropy, forward_kl, hidden_l1, sampled_kl, topk_kl, total_variation, "
+        "found 'kl'\n",
         "losses.forward_kl=1": "expected one that is there (hidden_l1, topk_kl), found 'forward_kl'; +losses.forward_kl=... adds it",
         "depth_weights=[1.0,0.5]": "depth_weights: expected one weight per depth (draft_steps=1)",
         "losses.topk_kl=x": "losses.topk_kl: expected a number or a mapping, found 'x'",
@@ -240,7 +241,8 @@ def test_a_wrong_setting_is_one_short_message(verb: str, tmp_path: Path) -> None
 def test_errors_that_need_no_model_come_before_its_libraries(tmp_path: Path) -> None:
     """What is not there, or is no loss, is told before transformers is imported, which takes longer than all the rest."""
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
-    code = "import runpy, sys\nverb, *sys.argv[1:] = sys.argv[1:]\ntry: runpy.run_module('mtp_train.' + verb, run_name='__main__')\n"
+    code = "import runpy, sys\nverb, *sys.argv[1:] = sys.argv[1:]\n"
+    code += "try: runpy.run_module('mtp_train.' + verb, run_name='__main__', alter_sys=True)\n"
     code += "except SystemExit: print([name for name in ('transformers', 'accelerate', 'datasets') if name in sys.modules])"
     for verb, message in (
         ("train", "run precompute"),

@@ -98,11 +98,13 @@ class RemoteCache(CacheReader):
             except FileNotFoundError:
                 self._open.pop(index, None)
             while index not in self._open:
-                self._have(index)
                 try:
+                    self._have(index)
                     self._open[index] = OpenShard(path=path, info=self.manifest.shards[index], identity=self.identity)
-                except FileNotFoundError:  # another process made room
-                    continue
+                except (FileNotFoundError, RuntimeError):  # as torch calls it where safetensors maps through torch
+                    if path.exists() or not self._local.is_dir():
+                        raise
+                    continue  # another process made room
                 for other in [held for held in self._open if not self._path(held).exists()]:
                     if other != index:
                         del self._open[other]  # a deleted file takes room until nobody maps it
@@ -173,7 +175,8 @@ class RemoteCache(CacheReader):
                 if not self._local.is_dir():
                     raise
                 failed = str(error) or type(error).__name__
-                if isinstance(error, PermissionError) or info is None:
+                # What is missing may be our own half-written file, which a process that has just started took for a leftover.
+                if isinstance(error, PermissionError) or (info is None and not self._files.exists(f"{self._root}/{name}")):
                     break
             except Exception as error:
                 if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

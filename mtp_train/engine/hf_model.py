@@ -53,12 +53,7 @@ def _own(device: torch.device) -> torch.device:
     """The device of this kind that is this process': numbered as it is on its machine, from the first again where there are
     fewer devices than processes."""
     local_rank, num_local = local_place()
-<<<<<<< ours
-    numbered = ":" in str(device)
-    if num_local == 1 or numbered or device.type != _accelerator_type():
-=======
     if num_local == 1 or str(device) != device.type or device.type != _accelerator_type():  # cuda:1 has its number already
->>>>>>> theirs
         return device
     return torch.device(device.type, local_rank % torch.accelerator.device_count())
 

@@ -118,12 +118,7 @@ def deepseek_mtp(*, num_layers: int, num_blocks: int) -> Layout:
             Row(f"{ours}output_norm.weight", f"{theirs}shared_head.norm.weight"),
             Row(f"{ours}decoder.layer.*", f"{theirs}*"),
         ]
-<<<<<<< ours
-    copies: dict[str, Literal["embedding", "lm_head"]] = {f"{name}embed_tokens.weight": "embedding" for name in names}
-    copies |= {f"{name}shared_head.head.weight": "lm_head" for name in names}
-=======
         copies[f"{theirs}embed_tokens.weight"], copies[f"{theirs}shared_head.head.weight"] = "embedding", "lm_head"
->>>>>>> theirs
     return Layout(
         word="deepseek_mtp",
         heads=("mtp",),
