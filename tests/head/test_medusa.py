@@ -150,7 +150,7 @@ def test_least_squares_starts_the_blocks_where_the_lm_head_is_the_targets(tiny_l
     assert not any(block.layers[1].weight.any() for block in head.blocks)
     unseen = sample(99)
     for depth, step in enumerate(head.unroll(pack([unseen]))):
-        found, expected = step.hidden_TD[: 7 - depth], unseen.hidden_TD[1 + depth :]
+        found, expected = step.hidden_TD[: 7 - depth].detach(), unseen.hidden_TD[1 + depth :]
         assert float((found - expected).norm() / expected.norm()) < 0.1 * (1 + depth)
 
 
