@@ -13,7 +13,7 @@ import pytest
 
 from mtp_train.acceptance.costs import CostTable
 from mtp_train.acceptance.report import read_report, write_report
-from mtp_train.acceptance.report_data import ReportData
+from mtp_train.acceptance.report_data import Measurement, ReportData
 from mtp_train.acceptance.report_merge import merge_reports
 from mtp_train.acceptance.report_summary import summarise
 
@@ -23,8 +23,16 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def data(report_data: ReportData, cost_table: CostTable) -> ReportData:
     target = {**report_data.target, "fingerprint": "a" * 64}
-    measurements = tuple(dataclasses.replace(item, identity=None) for item in report_data.measurements)
+    measurements = tuple(same_lengths(item) for item in report_data.measurements)
     return dataclasses.replace(report_data, target=target, measurements=measurements, costs=(cost_table,))
+
+
+def same_lengths(measurement: Measurement) -> Measurement:
+    """Prompts of one id have one length here, whatever head drafted for them."""
+    prompts = tuple(
+        dataclasses.replace(prompt, num_prompt_tokens=10 + number) for number, prompt in enumerate(measurement.acceptance.prompts)
+    )
+    return dataclasses.replace(measurement, acceptance=dataclasses.replace(measurement.acceptance, prompts=prompts), identity=None)
 
 
 def only(data: ReportData, head: str, **changes: Any) -> ReportData:

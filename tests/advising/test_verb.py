@@ -44,6 +44,7 @@ def test_an_answer_from_two_runs(acceptance: Make, report: Make, table: Make, tm
     assert crowd.returncode == 0 and "Plain decoding: no drafts." in crowd.stdout and "vllm serve tiny" in crowd.stdout
 
 
+@pytest.mark.slow
 def test_what_is_missing_or_does_not_fit_is_said(acceptance: Make, report: Make, table: Make, tmp_path: Path) -> None:
     data = report(acceptance(0.8))
     write_report(data, tmp_path / "one" / "report")
