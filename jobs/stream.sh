@@ -20,13 +20,16 @@ if [ "$gpus" -gt 1 ]; then
 fi
 
 "${training[@]}" "$bin/python" -m torch.distributed.run --standalone --nproc-per-node "$processes" -m mtp_train.train "$@" "${train[@]}" &
-trainer=$!
-trap 'kill "$trainer" 2>/dev/null || true' EXIT
+trainer=$! maker=""
+# shellcheck disable=SC2086 # no maker is no word
+trap 'kill $trainer $maker 2>/dev/null || true; wait' EXIT # a training that is ended saves its state
+trap 'exit 130' INT
+trap 'exit 143' TERM
 while kill -0 "$trainer" 2>/dev/null; do
-    status=0
-    "${making[@]}" "$bin/python" -m mtp_train.precompute "$@" "${precompute[@]}" || status=$?
+    "${making[@]}" "$bin/python" -m mtp_train.precompute "$@" "${precompute[@]}" &
+    maker=$! status=0
+    wait "$maker" || status=$?
     if [ "$status" -eq 2 ]; then exit 2; fi # it said what is wrong; the training would wait for ever
     sleep 1
 done
-trap - EXIT
 wait "$trainer"
