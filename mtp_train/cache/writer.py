@@ -135,12 +135,12 @@ class CacheWriter:
                 f"({len(manifest.quarantined)} quarantined): nothing could be learned from this cache"
             )
         with self._writing(self.path / MANIFEST, needed_bytes=0):
-            self._remove_leftovers(of=None)
             try:
                 atomic_write_json(self.path / MANIFEST, manifest.to_json())
-            except FileNotFoundError:  # another worker, which took this one for dead, cleaned up and wrote the same
+            except FileNotFoundError:  # another worker, which took this one for dead, wrote the same and cleaned up
                 if not (self.path / MANIFEST).exists():
                     raise
+            self._remove_leftovers(of=None)
         return manifest
 
     def _remove_leftovers(self, *, of: str | None) -> None:
