@@ -1,6 +1,7 @@
 """What a setting of train costs in acceptance: trains with and without it, over several seeds, and compares by the acceptance estimate.
 
-python tools/compare_trainings.py --run RUN --seeds 0 1 2 'exact: losses={forward_kl: 1.0}' 'top-64: losses={topk_kl: 1.0}'
+python tools/compare_trainings.py --run RUN 'exact: losses.topk_kl=0 +losses.forward_kl=0.1' 'top-64: losses.topk_kl=0.1' \\
+    'drawn: losses.topk_kl=0 +losses.sampled_kl=0.1'
 
 Every argument is a name and, behind a colon, settings of ``python -m mtp_train.train`` (quoted as in a shell); the first one is what the
 others are held against. Per seed all variants train on the same samples and are estimated on the same held-out ones of RUN/cache, which is
