@@ -47,7 +47,7 @@ def test_a_child_of_torchrun_ends_when_torchrun_is_killed(told: dict[str, str]) 
     pytest.fail("the child outlived its parent")
 
 
-@pytest.mark.parametrize(("named", "status"), [(os.getpid(), 0), (os.getppid(), -signal.SIGKILL)])
+@pytest.mark.parametrize(("named", "status"), [(os.getpid(), 0), (os.getppid(), -signal.SIGKILL)], ids=["own", "another"])
 def test_a_parent_that_was_gone_before_is_noticed(named: int, status: int) -> None:
     code = "from mtp_train.orphan import end_with_parent; end_with_parent()"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "MTP_TRAIN_PARENT": str(named)}, check=False)
