@@ -36,18 +36,22 @@ def parse() -> argparse.Namespace:
 
 
 def node(group: str, words: list[str]) -> dict[str, Any]:
-    """A yaml of conf/ with settings changed, as the stages would read them. ValueError for one that it does not have."""
+    """A yaml of conf/ with settings changed, as the stages would read them. ValueError for one that it does not have or lacks."""
     import yaml
 
-    from mtp_train.stage import load_word
+    from mtp_train.stage import conf_dir
 
-    word = words[0] if "=" not in words[0] else ""
-    found = load_word(group, word)
+    word, known = words[0], {path.stem: path for path in (conf_dir() / group).glob("*.yaml")}
+    if word not in known:
+        raise ValueError(f"{group}: expected one of {sorted(known)}, found {word!r}")
+    found: dict[str, Any] = yaml.safe_load(known[word].read_text(encoding="utf-8"))
     for setting in words[1:]:
         key, equals, value = setting.partition("=")
         if not equals or key not in found:
             raise ValueError(f"{group} {word}: expected settings among {sorted(found)} as key=value, found {setting!r}")
         found[key] = yaml.safe_load(value)
+    if missing := sorted(key for key, value in found.items() if value == "???"):
+        raise ValueError(f"{group} {word}: expected a value for {', '.join(missing)}, found none; add {missing[0]}=...")
     return found
 
 
