@@ -178,7 +178,8 @@ def test_the_other_jobs_start_their_stages(tmp_path: Path, tiny_llama: Path, clu
     here = ["target=local", f"target.path={tiny_llama}", f"run={tmp_path}/run", "--cfg", "job"]
     shown = cluster.run("slurm_evaluate.sh", *here)
     assert shown.count(f"path: {tiny_llama}") == 2 and "prompt_sets:" in shown and "exporter:" in shown
-    shown = cluster.run("stream.sh", *here, "mode=stream", PRECOMPUTE="max_bytes=1GB", TRAIN="validation.fraction=0 name=streamed")
+    first = [*here[-2:], *here[:-2]]  # the script adds settings behind them, which must not stand apart
+    shown = cluster.run("stream.sh", *first, "mode=stream", PRECOMPUTE="max_bytes=1GB", TRAIN="validation.fraction=0 name=streamed")
     assert "max_bytes: 1GB" in shown and "name: streamed" in shown and shown.count("mode: stream") >= 2
     shown = cluster.run("node.sh", *here, STAGES="regenerate precompute train", PROCESSES="2")
     assert [shown.count(f"== {stage} ") for stage in ("regenerate", "precompute", "train")] == [1, 1, 1]

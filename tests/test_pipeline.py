@@ -389,7 +389,8 @@ def test_training_beside_precompute_or_from_a_url_gives_the_same_head(finished: 
     assert "expected no finished cache" in run.refused("precompute", "mode=stream", "max_bytes=2MB")
     refused = finished.refused("train", "cache=s3://bucket/cache", "mode=hybrid", "name=none")
     assert "expected offline with a cache behind a URL" in refused
-    assert "shuffle_shards" in finished.refused("train", f"cache=local://{finished.folder}/cache", "fetch.max_bytes=60kB", "name=none")
+    words = [f"cache=local://{finished.folder}/cache", "fetch.max_bytes=60kB", "validation.fraction=0", "name=none"]
+    assert "shuffle_shards" in finished.refused("train", *words)
 
 
 def test_a_mixture_of_two_caches_trains(finished: Run, tmp_path: Path) -> None:
@@ -400,7 +401,9 @@ def test_a_mixture_of_two_caches_trains(finished: Run, tmp_path: Path) -> None:
     assert "samples of" in said and finished.weights("mixed") != finished.weights("mtp")
     head = json.loads((finished.folder / "checkpoint" / "mixed" / "head.json").read_text(encoding="utf-8"))
     assert head["made_by"]["settings"]["mixture"]["short"]["share"] == 3.0
-    assert "mixture: begun with" in finished.refused("train", mixture.replace("3.0", "2.0"), "validation.fraction=0", "name=mixed")
+    assert "mixture.short.share: begun with" in finished.refused(
+        "train", mixture.replace("3.0", "2.0"), "validation.fraction=0", "name=mixed"
+    )
     finished.ok("precompute", "top_k=4", f"out={tmp_path}/other")
     message = finished.refused("train", mixture.replace("/short", "/other"), "name=none")
     assert "mixture.short: expected a cache like that of mixture.all" in message and "top_k: expected 8, found 4" in message

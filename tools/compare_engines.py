@@ -47,8 +47,8 @@ def run(arguments: argparse.Namespace) -> str:
     from mtp_train.prompt.load import load_prompts
     from mtp_train.stage import build, head_loader, load_word, open_target
 
-    local = {} if arguments.target_path is None else {"path": str(arguments.target_path)}
-    target = open_target(OmegaConf.create({**load_word("target", "local" if local else arguments.target_word), **local}))
+    local = {"name": "local", "kind": "path", "path": str(arguments.target_path), "trust_remote_code": False}
+    target = open_target(OmegaConf.create(load_word("target", arguments.target_word) if arguments.target_path is None else local))
     prompts, _ = load_prompts(**{**load_word("benchmark", arguments.prompts), "limit": arguments.num_prompts})
     longest = target.length_limit(4096)
     requests, _ = requests_of(prompts, target.template, max_length_tokens=longest - arguments.max_new_tokens)
