@@ -27,7 +27,7 @@ for word in "$@"; do
 done
 
 venv=${VENV:-${VIRTUAL_ENV:-.venv}}
-if [ -n "${VENV:-}" ]; then chosen_by='$VENV'; elif [ -n "${VIRTUAL_ENV:-}" ]; then chosen_by='the active one'; else chosen_by='the default'; fi
+if [ -n "${VENV:-}" ]; then chosen_by="\$VENV"; elif [ -n "${VIRTUAL_ENV:-}" ]; then chosen_by='the active one'; else chosen_by='the default'; fi
 python=$venv/bin/python
 pip_version=26.3
 log=$venv/setup.log
