@@ -29,9 +29,10 @@ class Tolerance(NamedTuple):
 
 # Measured on SmolLM2-135M over 1024 tokens (CPU), vLLM against transformers in the same dtype: float32 rms 1.4e-6, max
 # 1.1e-5; bfloat16 rms 1.6e-2, max 0.10 (a tapped layer against float32: 0.17, at an attention sink), argmax agreement
-# 0.976, KL 1.1e-3 nats; transformers' own bfloat16 is as far from its float32 (1.4e-2, 0.14, 0.980, 7.9e-4).
+# 0.976, KL 1.1e-3 nats; transformers' own bfloat16 is as far from its float32 (1.4e-2, 0.14, 0.980, 7.9e-4). On cores without AMX
+# bfloat16 is further apart: hidden 2.6e-2, logits 5.0e-2, at most 0.29, 0.972, 1.9e-3 (tools/results/parity_bfloat16.md).
 # tools/compare_engines.py measures them again for any target (tools/results/parity_float32.md).
-TOLERANCES: Mapping[str, Tolerance] = {"float32": Tolerance(1e-5, 1e-4), "bfloat16": Tolerance(0.03, 0.25)}
+TOLERANCES: Mapping[str, Tolerance] = {"float32": Tolerance(1e-5, 1e-4), "bfloat16": Tolerance(0.08, 0.5)}
 
 
 @dataclass(kw_only=True)
