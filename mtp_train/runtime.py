@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import platform
-import random
 import subprocess
 import sys
 import time
@@ -117,16 +116,6 @@ def progress(iterable: Iterable[Item] | None = None, *, desc: str, unit: str, to
         smoothing=0.1,
         file=sys.stderr,
     )
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python, numpy and torch. Code that must resume bit for bit keeps generators of its own instead."""
-    import numpy as np
-    import torch
-
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def fsync_directory(path: Path) -> None:

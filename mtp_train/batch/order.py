@@ -6,7 +6,6 @@ are raw PCG64 output, which numpy keeps the same across versions (it does not pr
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Protocol
@@ -81,10 +80,6 @@ class Mixture:
         while len(self._began) <= number:
             self._draw(len(self._began) - 1)
         return self._draw(number)
-
-    def part_of(self, number: int) -> int:
-        """The part that a sample belongs to."""
-        return bisect_right(self._first, number) - 1
 
     def _draw(self, epoch: int) -> list[int]:
         samples, tokens = (list(counts) for counts in self._began[epoch])

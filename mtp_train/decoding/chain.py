@@ -16,6 +16,7 @@ from mtp_train.acceptance.draft import ROOT, Draft, chain
 from mtp_train.acceptance.verify import draw, probabilities, uniforms
 from mtp_train.decoding.base import Decoding, Drafter, NewBases, check_at_least
 from mtp_train.decoding.head_rows import HeadRows, Reading
+from mtp_train.decoding.parallel_drafter import ParallelDrafter
 from mtp_train.head.base import Head, ParallelHead
 from mtp_train.nn.ragged import RaggedCache
 
@@ -79,8 +80,9 @@ class ChainDrafter(Drafter):
     @torch.inference_mode()
     def propose(self, new: Sequence[NewBases]) -> list[Draft | None]:
         drafting, hidden_BD, feedback_BD = self.rows.enter(new)
+        drafts: list[Draft | None] = [None] * len(new)
         if not drafting:
-            return [None] * len(new)
+            return drafts
         slots = [new[index].slot for index in drafting]
         generators = [new[index].generator for index in drafting]
         steps: list[_Step] = []
@@ -90,10 +92,12 @@ class ChainDrafter(Drafter):
                 readings = [Reading(slot, [depth - 1], [parent], [token]) for slot, token in zip(slots, steps[-1][0], strict=True)]
                 hidden_BD, feedback_BD = self.rows.read(readings, feedback_BD)
             steps.append(_choose(self.rows.logits(hidden_BD), generators, temperature=self.temperature, top_p=self.top_p))
-        return _chains(steps, drafting, len(new))
+        for index, draft in zip(drafting, _chains(steps), strict=True):
+            drafts[index] = draft
+        return drafts
 
 
-class ParallelChainDrafter(Drafter):
+class ParallelChainDrafter(ParallelDrafter):
     """Takes one token of each parallel head: its most probable one, or drawn from its q, which hangs on no other draft."""
 
     def __init__(self, *, settings: Chain, head: ParallelHead, temperature: float, top_p: float) -> None:
@@ -102,23 +106,13 @@ class ParallelChainDrafter(Drafter):
                 f"decoding.num_speculative_tokens: expected at most {head.num_ahead}, which this head speaks about at once, "
                 f"found {settings.depth}"
             )
-        self.head, self.depth, self.temperature, self.top_p = head, settings.depth, temperature, top_p
+        super().__init__(head=head, temperature=temperature, top_p=top_p)
+        self.depth = settings.depth
 
-    def begin(self, slot: int, token_ids: Sequence[int]) -> None:
-        pass
-
-    def settle(self, slot: int, path: Sequence[int], observed: Sequence[int]) -> int:
-        return 0
-
-    @torch.inference_mode()
-    def propose(self, new: Sequence[NewBases]) -> list[Draft | None]:
-        drafting = [index for index, bases in enumerate(new) if bases.drafts]
-        if not drafting:
-            return [None] * len(new)
-        logits_KBV = self.head.ahead(torch.stack([new[index].hidden_BD[-1] for index in drafting]))
-        generators = [new[index].generator for index in drafting]
+    def _form(self, logits_KBV: torch.Tensor, new: Sequence[NewBases]) -> list[Draft]:
+        generators = [bases.generator for bases in new]
         steps = [_choose(logits, generators, temperature=self.temperature, top_p=self.top_p) for logits in logits_KBV[: self.depth]]
-        return _chains(steps, drafting, len(new))
+        return _chains(steps)
 
 
 # Of one depth: a token for each sequence, and what they were drawn from (None: chosen).
@@ -134,10 +128,10 @@ def _choose(logits_BV: torch.Tensor, generators: Sequence[torch.Generator | None
     return draw(q_BV, uniforms(own, [1] * len(own))).tolist(), q_BV
 
 
-def _chains(steps: Sequence[_Step], drafting: Sequence[int], num_slots: int) -> list[Draft | None]:
-    """The tokens of all depths as a chain for each sequence that drafts, None for the others."""
-    drafts: list[Draft | None] = [None] * num_slots
-    for row, index in enumerate(drafting):
+def _chains(steps: Sequence[_Step]) -> list[Draft]:
+    """The tokens of all depths as a chain for each sequence."""
+    drafts = []
+    for row in range(len(steps[0][0])):
         q_rows = [q_BV[row] for _, q_BV in steps if q_BV is not None]
-        drafts[index] = chain([tokens[row] for tokens, _ in steps], torch.stack(q_rows) if q_rows else None)
+        drafts.append(chain([tokens[row] for tokens, _ in steps], torch.stack(q_rows) if q_rows else None))
     return drafts

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from mtp_train.acceptance.draft import ROOT, Draft
-from mtp_train.decoding.base import Decoding, Drafter, NewBases, check_at_least
+from mtp_train.decoding.base import Decoding, NewBases, check_at_least
 from mtp_train.decoding.growing_tree import Children, GrowingTree, drawn, most_probable
+from mtp_train.decoding.parallel_drafter import ParallelDrafter
 from mtp_train.head.base import Head, ParallelHead
 
 
@@ -56,29 +57,19 @@ class MedusaTree(Decoding):
         return MedusaTreeDrafter(settings=self, head=head, temperature=temperature, top_p=top_p)
 
 
-class MedusaTreeDrafter(Drafter):
-    """Drafts from the target's hidden state alone: nothing is kept between drafts."""
+class MedusaTreeDrafter(ParallelDrafter):
+    """The best nodes of the product, for each sequence a tree of its own."""
 
     def __init__(self, *, settings: MedusaTree, head: ParallelHead, temperature: float, top_p: float) -> None:
-        self.settings, self.head, self.temperature, self.top_p = settings, head, temperature, top_p
+        super().__init__(head=head, temperature=temperature, top_p=top_p)
+        self.settings = settings
 
-    def begin(self, slot: int, token_ids: Sequence[int]) -> None:
-        pass
-
-    def settle(self, slot: int, path: Sequence[int], observed: Sequence[int]) -> int:
-        return 0
-
-    @torch.inference_mode()
-    def propose(self, new: Sequence[NewBases]) -> list[Draft | None]:
-        drafting = [index for index, bases in enumerate(new) if bases.drafts]
-        drafts: list[Draft | None] = [None] * len(new)
-        if not drafting:
-            return drafts
-        logits_KBV = self.head.ahead(torch.stack([new[index].hidden_BD[-1] for index in drafting]))
-        for row, index in enumerate(drafting):
-            tree = GrowingTree(slot=new[index].slot, generator=new[index].generator)
+    def _form(self, logits_KBV: torch.Tensor, new: Sequence[NewBases]) -> list[Draft]:
+        drafts = []
+        for row, bases in enumerate(new):
+            tree = GrowingTree(slot=bases.slot, generator=bases.generator)
             self._grow(tree, logits_KBV[: self.settings.max_depth, row])
-            drafts[index] = tree.draft(tree.best(self.settings.max_nodes))
+            drafts.append(tree.draft(tree.best(self.settings.max_nodes)))
         return drafts
 
     def _grow(self, tree: GrowingTree, logits_KV: torch.Tensor) -> None:

@@ -63,10 +63,13 @@ def test_wrong_settings_are_refused() -> None:
         Mixture(parts=[Shuffle(shards=[0], window=None, seed=0)], lengths=[1], shares=[0.0])
 
 
+SIZES = (300, 40, 80)
+PART_OF = [part for part, size in enumerate(SIZES) for _ in range(size)]
+
+
 def mixture(shares: tuple[float, ...] = (0.5, 0.3, 0.2), seed: int = 0) -> tuple[Mixture, list[int]]:
-    sizes = (300, 40, 80)
-    lengths = [10 + (13 * number) % 50 for number in range(sum(sizes))]
-    parts = [Shuffle(shards=[0] * size, window=None, seed=seed, stream=index) for index, size in enumerate(sizes)]
+    lengths = [10 + (13 * number) % 50 for number in range(sum(SIZES))]
+    parts = [Shuffle(shards=[0] * size, window=None, seed=seed, stream=index) for index, size in enumerate(SIZES)]
     return Mixture(parts=parts, lengths=lengths, shares=shares), lengths
 
 
@@ -74,7 +77,7 @@ def test_a_mixture_keeps_its_shares_to_within_a_sample_at_every_moment() -> None
     order, lengths = mixture()
     tokens = [0, 0, 0]
     for number in [number for epoch in range(3) for number in order.epoch(epoch)]:
-        tokens[order.part_of(number)] += lengths[number]
+        tokens[PART_OF[number]] += lengths[number]
         total = sum(tokens)
         assert all(abs(held - share * total) <= max(lengths) for held, share in zip(tokens, (0.5, 0.3, 0.2), strict=True))
     assert 3 * sum(lengths) <= total < 3 * sum(lengths) + max(lengths)
@@ -83,8 +86,8 @@ def test_a_mixture_keeps_its_shares_to_within_a_sample_at_every_moment() -> None
 def test_no_sample_of_a_part_comes_again_before_all_others_of_it() -> None:
     order, _ = mixture()
     stream = [number for epoch in range(4) for number in order.epoch(epoch)]
-    for part, size in enumerate((300, 40, 80)):
-        own = [number for number in stream if order.part_of(number) == part]
+    for part, size in enumerate(SIZES):
+        own = [number for number in stream if PART_OF[number] == part]
         for start in range(0, len(own) - size, size):
             assert len(set(own[start : start + size])) == size
         assert own[:size] != own[size : 2 * size] or len(own) < 2 * size
