@@ -38,7 +38,7 @@ def write_tokenizer(path: Path) -> None:
 
 
 def write_tiny_llama(
-    path: Path, *, tied: bool = False, seed: int = 0, vocab_size: int = 320, spread: float = 0.2, num_heads: int = 4
+    path: Path, *, tied: bool = False, seed: int = 0, vocab_size: int = 320, spread: float = 0.2, num_heads: int = 4, num_layers: int = 2
 ) -> Path:
     """A random two-layer Llama in float32 (D = 64, 4 heads over 2 key heads, or as many as asked for) as safetensors, with a tokenizer.
 
@@ -51,7 +51,7 @@ def write_tiny_llama(
         vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_heads // 2,
         max_position_embeddings=2048,

@@ -8,19 +8,15 @@ divided by it: every product is the same number, so that the logits, and the tex
 from __future__ import annotations
 
 import math
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import mkdtemp
 
 import torch
 
 from mtp_train.records import Sample
-from mtp_train.runtime import atomic_write_json, fsync_directory
 from mtp_train.target.files import read_model_config, read_tensor, tensor_files
+from mtp_train.target.model_folder import is_there, write_model_folder
 from mtp_train.target.weights import EMBEDDING, FINAL_NORM, LM_HEAD
-
-_WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,34 +56,16 @@ def write_outlier_target(source: Path, out: Path, *, outliers: Outliers) -> Path
     The copy has an lm_head of its own, since the embedding keeps its size. Errors: ValueError where a channel is beyond the
     hidden size, the target is quantized, or ``out`` holds something else.
     """
-    from safetensors.torch import save_file
-
     config = read_model_config(source)
     if max(outliers.channels) >= config["hidden_size"]:
         raise ValueError(f"outliers: expected channels below {config['hidden_size']} (the hidden size), found {max(outliers.channels)}")
     if config.get("quantization_config") is not None:
         raise ValueError(f"{source}: expected a target in floats, found a quantized one; its lm_head cannot be scaled exactly")
-    if out.exists():
-        if (out / _WEIGHTS).is_file():
-            return out
-        raise ValueError(f"{out}: expected a copy of the target or nothing, found something else; choose another folder")
+    if is_there(out):
+        return out
     files = tensor_files(source)
     tensors = {name: read_tensor(files, name).clone() for name in files}
     lm_head_VD = tensors[EMBEDDING] if config.get("tie_word_embeddings") or LM_HEAD not in tensors else tensors[LM_HEAD]
     tensors[FINAL_NORM] = outliers.scale(tensors[FINAL_NORM])
     tensors[LM_HEAD] = replace(outliers, factor=1 / outliers.factor).scale(lm_head_VD)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        for path in source.iterdir():
-            kept = path.suffix in (".json", ".jinja", ".model", ".txt") and not path.name.startswith(".") and "safetensors" not in path.name
-            if kept and path.is_file():
-                shutil.copyfile(path, scratch / path.name)
-        save_file(tensors, scratch / _WEIGHTS, metadata={"format": "pt"})
-        atomic_write_json(scratch / "config.json", {**config, "tie_word_embeddings": False})
-        fsync_directory(scratch)
-        scratch.rename(out)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    fsync_directory(out.parent)
-    return out
+    return write_model_folder(out, source=source, tensors=tensors, config={**config, "tie_word_embeddings": False})
