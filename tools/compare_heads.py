@@ -1,0 +1,227 @@
+"""Every kind of head on one cache with one budget: trained, decoded with as chain and as tree, timed, in one table.
+
+python tools/compare_heads.py --run runs/demo --out runs/demo/heads          # after jobs/demo.sh; about half an hour on two cores
+python tools/compare_heads.py --run runs/demo --out runs/demo/heads --heads eagle3 medusa -- num_steps=120
+
+All heads see the same samples in the same number of steps of the same number of tokens (those of --experiment, and the settings of
+mtp_train.train behind ``--``); what a head needs besides (deeper unrolls, tapped layers, a small model to begin with) is in HEADS below
+and in the table. Speed of training is measured apart, at the end: a few steps of each head in turn, one process of --threads threads at a
+time, median of all steps but each one's first. What is there already is not made again: an interrupted call is continued by calling it
+again. Writes heads.md, heads.json and the report of all heads (report/index.html) into --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+# What each head is, beyond the settings that all share. {out}: the folder of this comparison.
+_DISTILLED = "noise_scale=0 losses.hidden_l1=0 losses.topk_kl=0 +losses.forward_kl=1.0"
+HEADS = {
+    "mtp": "head=mtp",
+    "mtp_unrolled": "head=mtp draft_steps=3",
+    "mtp_blocks": "head=mtp head.num_blocks=3 draft_steps=3",
+    "eagle": "head=eagle",
+    "eagle3": "head=eagle3 cache={out}/taps draft_steps=3 noise_scale=0 losses.hidden_l1=0",
+    "medusa": "head=medusa draft_steps=5",
+    "draft_model": f"head=draft_model head.config=null head.checkpoint={{out}}/small {_DISTILLED}",
+}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, required=True, help="a run with responses/ and a finished cache/")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--heads", nargs="+", choices=list(HEADS), default=list(HEADS), help="default: all")
+    parser.add_argument("--target", default="smollm2_135m", help="of conf/target")
+    parser.add_argument("--experiment", default="demo", help="of conf/experiment: the budget, and how is measured")
+    parser.add_argument(
+        "--draft-layers", type=int, nargs="+", default=[0, 1, 2, 3, 28, 29], help="the target's layers in the small draft model"
+    )
+    parser.add_argument("--evaluate", nargs="*", default=[], help="further settings of mtp_train.evaluate")
+    parser.add_argument("--side-by-side", type=int, default=2, help="processes at a time, for what is not timed")
+    parser.add_argument("--timed-steps", type=int, default=5, help="steps of each timed training; 0: no timing")
+    parser.add_argument("--repeats", type=int, default=3, help="of the timing")
+    parser.add_argument("--threads", type=int, default=1, help="of every process")
+    parser.add_argument("settings", nargs="*", help="of mtp_train.train, for all heads")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
+    try:
+        print(compare(arguments))
+    except ValueError as error:
+        print(f"compare_heads: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def compare(arguments: argparse.Namespace) -> str:
+    """Make what is missing, measure, and write the table; its text."""
+    from mtp_train.runtime import atomic_write_json, atomic_write_text, progress, provenance
+
+    heads, out = arguments.heads, arguments.out
+    prepare(arguments)
+    steps = [
+        ("trained", [lambda name=name: train(arguments, name, out / "checkpoint" / name) for name in heads]),
+        ("measured", [lambda name=name, tree=tree: evaluate(arguments, name, tree=tree) for name in heads for tree in (False, True)]),
+    ]
+    for what, calls in steps:
+        with ThreadPoolExecutor(arguments.side_by_side) as pool, progress(desc=f"heads {what}", unit="run", total=len(calls)) as bar:
+            faults = [fault for fault in pool.map(lambda call: bar_after(bar, call), calls) if fault]
+        if faults:
+            raise ValueError("; ".join(faults))
+    speeds = timed(arguments) if arguments.timed_steps else {}
+    rows = [row(arguments, name, speeds.get(name)) for name in heads]
+    words = {key: str(value) for key, value in vars(arguments).items()}
+    atomic_write_json(out / "heads.json", {**provenance(), "arguments": words, "rows": rows})
+    text = table(rows)
+    atomic_write_text(out / "heads.md", text)
+    return text
+
+
+def bar_after(bar: Any, call: Callable[[], str | None]) -> str | None:
+    fault = call()
+    bar.update(1)
+    return fault
+
+
+def prepare(arguments: argparse.Namespace) -> None:
+    """The cache with tapped layers, and the small draft model, where a head needs them."""
+    from mtp_train.stage import load_word
+    from mtp_train.target.cut import write_cut_model
+    from mtp_train.target.resolve import resolve_target
+
+    if "draft_model" in arguments.heads:
+        source = resolve_target(load_word("target", arguments.target))
+        write_cut_model(source, arguments.out / "small", layers=arguments.draft_layers)
+    if "eagle3" in arguments.heads:
+        words = [f"out={arguments.out / 'taps'}", "target_layer_ids=null"]
+        if fault := stage(arguments, "precompute", words, log="taps"):
+            raise ValueError(fault)
+
+
+def train(arguments: argparse.Namespace, name: str, out: Path, *further: str) -> str | None:
+    words = [word.format(out=arguments.out) for word in HEADS[name].split()]
+    return stage(arguments, "train", [f"name={name}", f"out={out}", *arguments.settings, *words, *further], log=f"train-{name}")
+
+
+def evaluate(arguments: argparse.Namespace, name: str, *, tree: bool) -> str | None:
+    decoding = ("medusa_tree" if name == "medusa" else "dynamic_tree") if tree else "chain"
+    words = [f"name={name}", f"checkpoint={arguments.out / 'checkpoint' / name}", f"out={arguments.out / 'report'}", f"decoding={decoding}"]
+    words += ["aims=[]", "identity.num_prompts=0", "ways.greedy.prompt_sets=[project]", "ways.sampled.prompt_sets=[]"]
+    return stage(arguments, "evaluate", [*words, *arguments.evaluate], log=f"evaluate-{name}-{decoding}")
+
+
+def stage(arguments: argparse.Namespace, verb: str, words: Sequence[str], *, log: str) -> str | None:
+    """Run one stage in a process of its own; what went wrong, None where nothing did."""
+    from mtp_train.runtime import environment_apart
+
+    command = [sys.executable, "-m", f"mtp_train.{verb}", f"experiment={arguments.experiment}", f"target={arguments.target}"]
+    path = arguments.out / "logs" / f"{log}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    environment = environment_apart() | {"OMP_NUM_THREADS": str(arguments.threads)}
+    with open(path, "wb") as stream:
+        whole = [*command, f"run={arguments.run}", *words]
+        done = subprocess.run(whole, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=environment, check=False)
+    if done.returncode == 0:
+        return None
+    tail = " ".join(path.read_text(encoding="utf-8", errors="replace").split())[-400:]
+    return f"{verb} {log}: expected exit status 0, found {done.returncode}: {tail} (all of it: {path}); mend it and call again"
+
+
+def timed(arguments: argparse.Namespace) -> dict[str, float]:
+    """Tokens per second of training each head, kept in speeds.json; every repeat goes through all heads in turn."""
+    from mtp_train.runtime import atomic_write_json, read_json
+    from mtp_train.trainer.metrics import METRICS, read_metrics
+
+    path = arguments.out / "speeds.json"
+    found: dict[str, list[float]] = {name: [] for name in HEADS} | (read_json(path) if path.is_file() else {})
+    further = [
+        f"num_steps={arguments.timed_steps}",
+        "log_every=1",
+        "validation.fraction=0.05",
+        "validation.every=null",
+        "checkpoint.every=null",
+    ]
+    left = [name for _ in range(arguments.repeats) for name in arguments.heads]
+    enough = (arguments.timed_steps - 1) * arguments.repeats
+    for name in left:
+        if len(found[name]) >= enough:
+            continue
+        with tempfile.TemporaryDirectory(dir=arguments.out) as folder:
+            if fault := train(arguments, name, Path(folder) / name, *further):
+                raise ValueError(fault)
+            lines = [line for line in read_metrics(Path(folder) / name / METRICS) if line["split"] == "train"]
+        found[name] += [float(line["tokens_per_s"]) for line in lines[1:]]
+        atomic_write_json(path, found)
+    return {name: statistics.median(found[name]) for name in arguments.heads}
+
+
+def row(arguments: argparse.Namespace, name: str, speed: float | None) -> dict[str, Any]:
+    """A head's figures as plain JSON; an interval is (value, low, high)."""
+    from mtp_train.acceptance.interval import rates_and_length
+    from mtp_train.acceptance.report import read_report
+
+    report = read_report(arguments.out / "report")
+    of_head = [item.acceptance for item in report.measurements if item.head == name and not item.is_estimate]
+    measured = {"chain" if acceptance.scheme == "chain" else "tree": acceptance for acceptance in of_head}
+    rates, chain = rates_and_length(measured["chain"].prompts, measured["chain"].num_speculative_tokens)
+    tree = rates_and_length(measured["tree"].prompts, measured["tree"].num_speculative_tokens)[1]
+    head = next(head for head in report.heads if head.name == name)
+    return {
+        "head": name,
+        "settings": HEADS[name],
+        "rates": rates,
+        "chain_length": chain,
+        "tree": measured["tree"].scheme,
+        "tree_length": tree,
+        "tokens_per_s": speed,
+        "parameters": head.facts["parameters"],
+        "bytes": (arguments.out / "checkpoint" / name / "head.safetensors").stat().st_size,
+        "steps": head.facts["steps"],
+        "tokens": head.facts["tokens trained on"],
+        "num_prompts": len(measured["chain"].prompts),
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as Markdown, the longest chain first."""
+    depth = max(len(row["rates"]) for row in rows)
+    positions = " | ".join(["position 1", *map(str, range(2, depth + 1))])
+    lines = [f"| head | {positions} | length, chain | length, tree | training tokens/s | parameters | file |", "|---" * (depth + 6) + "|"]
+    for one in sorted(rows, key=lambda row: -row["chain_length"][0]):
+        rates = [f"{rate[0]:.3f}" for rate in one["rates"]]
+        cells: Iterable[str] = [f"`{one['head']}`", with_range(one["rates"][0]), *rates[1:], *[""] * (depth - len(rates))]
+        speed = "" if one["tokens_per_s"] is None else f"{one['tokens_per_s']:,.0f}"
+        cells = [
+            *cells,
+            with_range(one["chain_length"]),
+            with_range(one["tree_length"]),
+            speed,
+            one["parameters"],
+            f"{one['bytes'] / 1e6:.0f} MB",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    first = rows[0]
+    about = f"{first['steps']} steps, {first['tokens']:,} tokens each; greedy, {first['num_prompts']} held-out prompts; 95% over prompts."
+    return "\n".join([*lines, "", about]) + "\n"
+
+
+def with_range(found: Sequence[float | None]) -> str:
+    value, low, high = found
+    return f"{value:.3f}" if low is None else f"{value:.3f} [{low:.3f}, {high:.3f}]"
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    raise SystemExit(main())
