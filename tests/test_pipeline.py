@@ -756,3 +756,36 @@ def test_costs_and_the_failure_mode_lead_to_advice(finished: Run, tmp_path: Path
     assert {option["draft_sampling"] for option in advice["options"]} == {"greedy", "probabilistic"}
     assert {option["sequences"] for option in advice["options"]} == {3} and advice["answer"] in " ".join(done.stdout.split())
     assert "## When to fall back" in (tmp_path / "advice" / "advice.md").read_text(encoding="utf-8")
+
+
+def test_kinds_of_heads_are_compared_in_one_table(finished: Run, tmp_path: Path) -> None:
+    """Trained and decoded with in processes of their own, as chain and as tree; called again, nothing is done again."""
+    out = tmp_path / "heads"
+    evaluate = ["prompt_sets.project.limit=3", "max_new_tokens=8", "ways.greedy.plain=false", "batch_size=3"]
+    words = [
+        "--run",
+        str(finished.folder),
+        "--out",
+        str(out),
+        "--heads",
+        "medusa",
+        "--target",
+        "local",
+        f"path={finished.target}",
+        "name=tiny",
+    ]
+    words += ["--repeats", "1", "--timed-steps", "2", "--evaluate", *evaluate]
+    train = ["num_steps=3", "validation.fraction=0", "validation.every=null", "schedule.warmup_steps=1", "chunk_rows=64"]
+    seen = []
+    for _ in range(2):
+        done = finished.shell.wait(finished.shell.start("tools.compare_heads", [*words, "--", *train]))
+        assert done.code == 0, done.stderr[-3000:]
+        assert done.stdout.strip() == (out / "heads.md").read_text(encoding="utf-8").strip()
+        seen.append(json.loads((out / "heads.json").read_text(encoding="utf-8"))["rows"])
+        seen.append((out / "checkpoint" / "medusa" / "head.safetensors").stat().st_mtime_ns)
+    [row] = seen[0]
+    assert (row["head"], row["tree"], row["steps"], row["num_prompts"], len(row["rates"])) == ("medusa", "medusa_tree", 3, 3, 5)
+    assert row["tree_length"][0] >= 1 and row["tokens_per_s"] > 0 and row["bytes"] > 0
+    assert seen[:2] == seen[2:]
+    refused = finished.shell.wait(finished.shell.start("tools.compare_heads", [*words, "--", "no_such=1"]))
+    assert refused.code == 2 and "no_such" in refused.stderr and "Traceback" not in refused.stderr

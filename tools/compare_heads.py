@@ -41,7 +41,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--run", type=Path, required=True, help="a run with responses/ and a finished cache/")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--heads", nargs="+", choices=list(HEADS), default=list(HEADS), help="default: all")
-    parser.add_argument("--target", default="smollm2_135m", help="of conf/target")
+    parser.add_argument("--target", nargs="+", default=["smollm2_135m"], help="a word of conf/target, and settings of it (local path=...)")
     parser.add_argument("--experiment", default="demo", help="of conf/experiment: the budget, and how is measured")
     parser.add_argument(
         "--draft-layers", type=int, nargs="+", default=[0, 1, 2, 3, 28, 29], help="the target's layers in the small draft model"
@@ -102,7 +102,8 @@ def prepare(arguments: argparse.Namespace) -> None:
     from mtp_train.target.resolve import resolve_target
 
     if "draft_model" in arguments.heads:
-        source = resolve_target(load_word("target", arguments.target))
+        word, *settings = arguments.target
+        source = resolve_target(load_word("target", word) | dict(setting.split("=", 1) for setting in settings))
         write_cut_model(source, arguments.out / "small", layers=arguments.draft_layers)
     if "eagle3" in arguments.heads:
         words = [f"out={arguments.out / 'taps'}", "target_layer_ids=null"]
@@ -116,22 +117,27 @@ def train(arguments: argparse.Namespace, name: str, out: Path, *further: str) ->
 
 
 def evaluate(arguments: argparse.Namespace, name: str, *, tree: bool) -> str | None:
-    decoding = ("medusa_tree" if name == "medusa" else "dynamic_tree") if tree else "chain"
+    decoding = tree_of(name) if tree else "chain"
     words = [f"name={name}", f"checkpoint={arguments.out / 'checkpoint' / name}", f"out={arguments.out / 'report'}", f"decoding={decoding}"]
     words += ["aims=[]", "identity.num_prompts=0", "ways.greedy.prompt_sets=[project]", "ways.sampled.prompt_sets=[]"]
     return stage(arguments, "evaluate", [*words, *arguments.evaluate], log=f"evaluate-{name}-{decoding}")
+
+
+def tree_of(name: str) -> str:
+    return "medusa_tree" if name == "medusa" else "dynamic_tree"
 
 
 def stage(arguments: argparse.Namespace, verb: str, words: Sequence[str], *, log: str) -> str | None:
     """Run one stage in a process of its own; what went wrong, None where nothing did."""
     from mtp_train.runtime import environment_apart
 
-    command = [sys.executable, "-m", f"mtp_train.{verb}", f"experiment={arguments.experiment}", f"target={arguments.target}"]
+    word, *settings = arguments.target
+    command = [sys.executable, "-m", f"mtp_train.{verb}", f"experiment={arguments.experiment}", f"target={word}"]
     path = arguments.out / "logs" / f"{log}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     environment = environment_apart() | {"OMP_NUM_THREADS": str(arguments.threads)}
     with open(path, "wb") as stream:
-        whole = [*command, f"run={arguments.run}", *words]
+        whole = [*command, *(f"target.{setting}" for setting in settings), f"run={arguments.run}", *words]
         done = subprocess.run(whole, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=environment, check=False)
     if done.returncode == 0:
         return None
@@ -183,7 +189,7 @@ def row(arguments: argparse.Namespace, name: str, speed: float | None) -> dict[s
         "settings": HEADS[name],
         "rates": rates,
         "chain_length": chain,
-        "tree": measured["tree"].scheme,
+        "tree": tree_of(name),
         "tree_length": tree,
         "tokens_per_s": speed,
         "parameters": head.facts["parameters"],
