@@ -28,7 +28,8 @@ rank='RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS LOCA
 status=0
 srun --kill-on-bad-exit=0 --wait=120 bash -c "$rank" rank "$bin/python" -m mtp_train.train "$@" || status=$?
 
-if [ "$status" -eq 75 ]; then
+# 138: the signal came before Python could listen, a tenth of a second after its start.
+if [ "$status" -eq 75 ] || [ "$status" -eq 138 ]; then
     echo "saved ahead of the time limit: back into the queue" >&2
     scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mtp_train.quantity import show_bytes
 from mtp_train.runtime import barrier, is_main, log
 from mtp_train.stage import OpenTarget, Run, build, call, head_loader, load_word, open_target, plain, record, stage, start
+from mtp_train.trainer.stop import EndAtOnce, note_in
 from mtp_train.typed import fit
 
 if TYPE_CHECKING:
@@ -95,6 +96,16 @@ def _supply(cfg: DictConfig, train: Subset, plan: DataPlan, *, num_steps: int) -
     supply = Supply(train=train, plan=plan, first_step=first_step, num_steps=num_steps, max_prefetch=cfg.max_prefetch)
     log(f"shards of up to {show_bytes(supply.most_bytes)} are in use at once, of {show_bytes(sum(train.cache.shard_bytes()))} in all")
     return supply
+
+
+def _at_hand(cfg: DictConfig, train: Subset, plan: DataPlan, *, num_steps: int) -> Sequence[int]:
+    """The samples that a head may be started from: all, or those that are trained on first, where the others may not be there yet."""
+    from mtp_train.trainer.supply import leading_shards
+
+    if cfg.shuffle_shards is None:
+        return range(len(train))
+    leading = set(leading_shards(train, plan, num_steps=num_steps))
+    return [number for number, shard in enumerate(train.shards) if shard in leading]
 
 
 def _objective(cfg: DictConfig) -> Objective:
@@ -247,7 +258,6 @@ def main(cfg: DictConfig) -> None:
     from mtp_train.trainer.probe import has_probe
     from mtp_train.trainer.start import start_from_data
     from mtp_train.trainer.state import HeadFile, check_continues, complete_steps
-    from mtp_train.trainer.supply import leading_shards
 
     train, held_out = _data(cfg, target)
     plan = _plan(cfg, train)
@@ -260,6 +270,7 @@ def main(cfg: DictConfig) -> None:
     identity = _identity(cfg, head, train, num_steps=num_steps, started_from=started_from)
     check_continues(Path(cfg.out), identity)  # before anything there is overwritten
     run: Run = start(cfg, stage_name="train", record_now=False)
+    note_in(run.out, step=max(complete_steps(run.out), default=0))
     supply = _supply(cfg, train, plan, num_steps=num_steps)
     counts = "" if train.num_loss_tokens is None else f" ({sum(train.num_loss_tokens)} count)"
     log(
@@ -267,11 +278,7 @@ def main(cfg: DictConfig) -> None:
         f"{num_steps} steps of {cfg.packs_per_step} x {cfg.tokens_per_pack} tokens, {plan.fill():.0%} full"
     )
     if not complete_steps(run.out):
-        first: Sequence[int] = range(len(train))
-        if cfg.shuffle_shards is not None:  # the others may not be there yet
-            leading = set(leading_shards(train, plan, num_steps=num_steps))
-            first = [number for number in first if train.shards[number] in leading]
-        start_from_data(head, train, first, device=accelerator.device)
+        start_from_data(head, train, _at_hand(cfg, train, plan, num_steps=num_steps), device=accelerator.device)
     trainer = Trainer(
         accelerator=accelerator,
         head=head,
@@ -309,4 +316,5 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with EndAtOnce():
+        main()

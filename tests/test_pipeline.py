@@ -349,6 +349,34 @@ def test_two_processes_of_one_stage_do_not_write_to_one_folder(finished: Run, tm
     assert run.responses() == finished.responses()
 
 
+def test_a_signal_outside_of_trainings_steps_ends_it_with_its_status(finished: Run, shell: Shell) -> None:
+    """While it starts, while it waits for a process that does not come, and while it writes the head; the same command continues."""
+    words = finished.words("train", "name=told")
+    rank = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for where, number, status, told in (
+        ("mtp_train.trainer.objective:Objective.__init__", signal.SIGUSR1, 75, {}),
+        ("accelerate.state:PartialState.__init__", signal.SIGUSR1, 75, rank),
+        ("mtp_train.trainer.loop:Trainer.__init__", signal.SIGTERM, 143, {}),
+        ("mtp_train.trainer.loop:Trainer._finish", signal.SIGUSR1, 75, {}),
+    ):
+        job = shell.start("mtp_train.train", words, stop=(where, 1), **told)
+        shell.until_stopped(job)
+        if told:
+            os.kill(job.pid, signal.SIGCONT)
+            time.sleep(1)
+        os.kill(job.pid, number)
+        os.kill(job.pid, signal.SIGCONT)
+        done = shell.wait(job)
+        assert done.code == status and "Traceback" not in done.stderr, done.stderr[-3000:]
+        said = f"stopped by {signal.Signals(number).name}, nothing was left to save; the same command continues\n"
+        assert done.stderr.endswith("" if told else said), done.stderr[-3000:]
+    noted = finished.folder / "checkpoint" / "told" / "interrupted.json"
+    last = max(int(path.name.partition("-")[2]) for path in noted.parent.glob("step-*"))
+    assert json.loads(noted.read_text(encoding="utf-8")) == {"signal": "SIGUSR1", "step": last, "exit_status": 75}
+    finished.ok("train", "name=told")
+    assert finished.weights("told") == finished.weights() and not noted.exists()
+
+
 def test_two_calls_of_precompute_share_one_cache_and_another_is_refused(finished: Run, tmp_path: Path, shell: Shell) -> None:
     """The first is stopped in the middle of a shard; the second makes the rest, and takes over what the first, killed, was at."""
     run = Run(tmp_path / "run", finished.target, shell)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
@@ -71,16 +71,20 @@ class StepLoader:
             self._read_ahead()
             yield batches
 
-    def close(self) -> None:
-        """Drop what was read ahead and stop the thread; harmless when repeated."""
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the next step's batches for so long at the most; whether they, or an error in their place, are there."""
+        return not self._ahead or bool(wait([self._ahead[0]], timeout=timeout_s).done)
+
+    def close(self, *, wait: bool = True) -> None:
+        """Drop what was read ahead and stop the thread; harmless when repeated. ``wait`` for what it is reading."""
         self._ahead.clear()
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._thread.shutdown(wait=wait, cancel_futures=True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        self.close(wait=error is None)  # else it may be waiting for what never comes
 
     def _read_ahead(self) -> None:
         step = next(self._steps, None)

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -15,7 +15,8 @@ from mtp_train.batch.loader import StepLoader
 from mtp_train.batch.plan import DataPlan
 from mtp_train.checkpoint import save_head
 from mtp_train.head.base import Head
-from mtp_train.runtime import atomic_write_json, log, progress
+from mtp_train.runtime import log, progress
+from mtp_train.trainer.arrival import await_batches
 from mtp_train.trainer.data import Subset
 from mtp_train.trainer.metrics import Metrics, WandbSettings
 from mtp_train.trainer.module import TrainingModule
@@ -28,7 +29,7 @@ from mtp_train.trainer.saving import Saver, load_weights
 from mtp_train.trainer.settings import LoopSettings
 from mtp_train.trainer.state import HeadFile, StateReader, folder_name
 from mtp_train.trainer.step import Stepper
-from mtp_train.trainer.stop import StopSignal, exit_status
+from mtp_train.trainer.stop import INTERRUPTED, StopSignal, exit_status, note_in, note_interruption
 from mtp_train.trainer.summary import Summary, report
 from mtp_train.trainer.validation import MEASURED, Validator
 
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 OnValidate = Callable[[int, Path], Mapping[str, Any] | None]
 # The folder, beside the states, that holds the head that ``on_validate`` measures.
 MEASURED_HEAD = "measured"
-# Says why a run ended before its last step, to whoever sees only a launcher's exit status.
-INTERRUPTED = "interrupted.json"
 
 
 class Trainer:
@@ -130,11 +129,11 @@ class Trainer:
         """
         first = 0 if self._state is None else self._restore(self._state)
         self._saver.tidy(best_step=self._best_step())
+        if self._accelerator.is_main_process:
+            (self._out / INTERRUPTED).unlink(missing_ok=True)
         if first >= self._settings.num_steps and self._saver.head_is_whole():
             log(f"nothing left to do, all {first} steps are done in {self._out}")
             return False
-        if self._accelerator.is_main_process:
-            (self._out / INTERRUPTED).unlink(missing_ok=True)
         metrics = Metrics(out=self._out, wandb=self._wandb, settings=self._identity, resumed_step=first)
         loader = StepLoader(
             reader=self._train,
@@ -154,16 +153,20 @@ class Trainer:
                 bar,
                 profiling(self._out, enabled=self._settings.profile, rank=self._accelerator.process_index) as profile,
             ):
-                self._run_steps(loader, stop, metrics, bar, profile)
+                self._run_steps(first, loader, stop, metrics, bar, profile)
+            note_in(self._out, step=self._settings.num_steps)
             self._finish()
         finally:
             metrics.close()
         return True
 
-    def _run_steps(self, loader: StepLoader, stop: StopSignal, metrics: Metrics, bar: tqdm[Any], profile: Stepping) -> None:
-        settings = self._settings
+    def _run_steps(self, done: int, loader: StepLoader, stop: StopSignal, metrics: Metrics, bar: tqdm[Any], profile: Stepping) -> None:
+        settings, steps = self._settings, iter(loader)
         began_s = time.perf_counter()
-        for batches in loader:
+        while done < settings.num_steps:
+            if not self._train.cache.is_local and (stopped_by := await_batches(loader, stop, accelerator=self._accelerator)):
+                self._end_early(stopped_by, done, self._save(done) if done else None)
+            batches = next(steps)
             done = batches.step + 1
             last = done == settings.num_steps
             stepped = self._step(batches, self._summary, stop)
@@ -202,12 +205,12 @@ class Trainer:
                 if stopped_by and not last:
                     self._end_early(stopped_by, done, folder)
 
-    def _end_early(self, stopped_by: int, done: int, folder: Path) -> None:
-        name, status = signal.Signals(stopped_by).name, exit_status(stopped_by)
-        log(f"stopped by {name} after step {done}, saved in {folder}; the same command continues")
+    def _end_early(self, stopped_by: int, done: int, folder: Path | None) -> NoReturn:
+        where = "before the first step" if folder is None else f"after step {done}, saved in {folder}"
+        log(f"stopped by {signal.Signals(stopped_by).name} {where}; the same command continues")
         if self._accelerator.is_main_process:
-            atomic_write_json(self._out / INTERRUPTED, {"signal": name, "step": done, "exit_status": status})
-        sys.exit(status)
+            note_interruption(self._out, number=stopped_by, step=done)
+        sys.exit(exit_status(stopped_by))
 
     def _validate(self, done: int, metrics: Metrics) -> bool:
         """Validate and write it down; whether this is the best so far."""
