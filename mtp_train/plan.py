@@ -1,7 +1,8 @@
 """What a run would take before anything is spent: bytes of cache, memory per process, hours, money, and what would not fit.
 
-Reads sizes only: nothing is downloaded, no weights are made. Counts may be written as 500M or 1.5B, sizes as 80GB. Ends with exit
-status 2, after the tables, where the setting asked for does not fit the machine.
+Reads sizes only: nothing is downloaded, no weights are made. Counts may be written as 500M or 1.5B, sizes as 80GB. Ends, after the
+tables, with exit status 2 where the setting asked for does not fit the machine, and with 3 where it would but for settings that do not
+go together, such as parallel=zero1 with optimizer.rule=muon.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ def _work(cfg: DictConfig, head: Head, *, num_tokens: int, exact_teacher: bool) 
         acceptance_length=cfg.evaluate.acceptance_length,
     )
 
+
+# Another than that of a setting that does not fit: no other machine is needed.
+_EXIT_CONFLICT = 3
 
 # What the defaults in conf/plan.yaml do not tell: counts as people write them, and what may be null.
 _COUNT = int | float | str
@@ -131,7 +135,11 @@ def main(cfg: DictConfig) -> None:
     if cfg.out is not None:
         atomic_write_json(Path(cfg.out), to_json(plan))
     if plan.problems:
-        raise ValueError("this setting does not fit:\n" + "\n".join(f"  {problem}" for problem in plan.problems))
+        raise ValueError("this setting does not fit:\n" + "\n".join(f"  {line}" for line in (*plan.problems, *plan.conflicts)))
+    if plan.conflicts:
+        lines = "\n".join(f"  {conflict}" for conflict in plan.conflicts)
+        print(f"\nmtp-train plan: these settings do not go together:\n{lines}", file=sys.stderr)
+        sys.exit(_EXIT_CONFLICT)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from mtp_train.planning.plan import DEFAULT_RULE
+
 ROOT = Path(__file__).resolve().parent.parent
 
 pytestmark = pytest.mark.timeout(900)  # on a machine that may be busy
@@ -38,6 +40,7 @@ def test_seventy_billion_on_one_node(tmp_path: Path) -> None:
     assert found["seconds"] == pytest.approx(sum(stage["seconds"] for stage in found["stages"]))
     assert found["usd"] == pytest.approx(found["seconds"] / 3600 * 50)
     assert found["cheapest"]["codec"] == "bf16" and found["cheapest_seconds"] <= found["seconds"]
+    assert f"rule: {DEFAULT_RULE} " in (ROOT / "conf" / "train.yaml").read_text(encoding="utf-8")
     shown = done.stdout
     for text in (
         "70,553,706,496",
@@ -46,9 +49,29 @@ def test_seventy_billion_on_one_node(tmp_path: Path) -> None:
         "*: what the settings ask for",
         "Cheapest that fits",
         "regenerate",
+        "parallel=zero1 needs optimizer.rule=adamw: add it to train's command (muon if nothing is said)",
         "Would not fit: engine.tensor_parallel_size=1",
     ):
         assert text in shown, text
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_the_mode_cannot_take_is_told_apart_from_a_lack_of_memory(tmp_path: Path) -> None:
+    """ZeRO is reckoned with the one that it takes, which is said; the exit status is not that of what does not fit."""
+    out = tmp_path / "plan.json"
+    words = ["target=smollm2_135m", "prompt.num_tokens=1M", "parallel=zero1", "optimizer.rule=muon", f"out={out}"]
+    done = plan(*words)
+    assert done.returncode == 3 and "Traceback" not in done.stderr
+    assert "these settings do not go together" in done.stderr and "set optimizer.rule=adamw" in done.stderr
+    assert "Would fit with optimizer.rule=adamw: parallel=zero1, parallel=zero2, parallel=zero3" in done.stdout
+    assert "needs adamw" in done.stdout and "Would not fit" not in done.stdout
+    found = json.loads(out.read_text(encoding="utf-8"))
+    rows = {row["mode"]: (row["optimizer_rule"], row["possible"], row["fits"]) for row in found["memory"]}
+    assert rows["zero1"] == rows["zero3"] == ("adamw", False, True) and rows["fsdp2"] == ("muon", True, True)
+    assert [stage["stage"] for stage in found["stages"]] == ["regenerate", "precompute", "train", "evaluate"]
+    assert found["problems"] == [] and len(found["conflicts"]) == 1 and found["cheapest"]["optimizer.rule"] == "muon"
+    done = plan(*words, "hardware.memory_bytes=30MB")
+    assert done.returncode == 2 and "per process, found" in done.stderr and "set optimizer.rule=adamw" in done.stderr
 
 
 @pytest.mark.slow

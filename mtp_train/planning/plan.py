@@ -29,6 +29,8 @@ from mtp_train.target.weights import SharedWeights
 from mtp_train.trainer.objective import Objective
 from mtp_train.trainer.optim import Rule
 
+# What train takes where nothing is said (conf/train.yaml) and the mode can.
+DEFAULT_RULE: Rule = "muon"
 _ID_CHARACTERS = 12  # of a prompt's id, where nothing says how long they are
 
 
@@ -45,7 +47,7 @@ class CacheRow:
 @dataclass(frozen=True, kw_only=True)
 class ModeRow:
     """A training in one way of sharing the work, with the optimizer that it takes. ``possible``: where the settings ask for a rule,
-    whether the mode takes that one."""
+    whether the mode takes that one; ``fits``: whether it has the memory, with the one that it takes."""
 
     memory: ProcessMemory
     rule: Rule
@@ -71,7 +73,8 @@ class Asked:
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The answer. ``stages`` are those of the setting asked for, as far as each fits; ``cheapest`` the words of the setting that takes
-    least time of those that fit, None where none does; ``problems`` what of the setting asked for does not fit, and why."""
+    least time of those that fit, None where none does; ``problems`` what of the setting asked for does not fit, and why;
+    ``conflicts`` which of its settings do not go together on any machine, and what would."""
 
     target: TargetSizes
     head: HeadSizes
@@ -87,6 +90,7 @@ class Plan:
     cheapest: Mapping[str, str] | None
     cheapest_s: float | None
     problems: tuple[str, ...]
+    conflicts: tuple[str, ...]
 
     @property
     def seconds(self) -> float:
@@ -124,7 +128,7 @@ def make_plan(
     generated = regenerate_work(target, hardware, assume, work, layouts)
     layout = None if generated is None else generated[1]
     trained = next((row for row in modes if row.memory.mode == asked.mode and row.fits), None)
-    fitting = [row for row in modes if row.fits]
+    fitting = [row for row in modes if row.fits and row.possible]
     best = min(fitting, key=lambda row: row.work.seconds, default=None)
     before = [] if generated is None else [generated[0], precompute_work(target, hardware, assume, work, cache_bytes=cache.total_bytes)]
     after = [] if layout is None else [evaluate_work(target, hardware, assume, work, layout, batch_size=asked.batch_size)]
@@ -154,7 +158,8 @@ def make_plan(
         stages=stages,
         cheapest=cheapest,
         cheapest_s=cheapest_s,
-        problems=tuple(_problems(target, hardware, work, asked, cache, modes, layouts)),
+        problems=tuple(_problems(target, hardware, asked, cache, modes, layouts)),
+        conflicts=tuple(_conflicts(work, asked, next(row for row in modes if row.memory.mode == asked.mode))),
     )
 
 
@@ -192,14 +197,14 @@ def _mode_rows(
         context = 1 if mode == "single" else asked.context
         step = steps[context]
         packs = -(-work.packs_per_step // max(1, processes // context))
-        rule: Rule = "adamw" if MODES[mode].deepspeed else asked.rule or "muon"
+        rule: Rule = "adamw" if MODES[mode].deepspeed else asked.rule or DEFAULT_RULE
         memory = process_memory(step, head, mode=mode, rule=rule, num_processes=processes, packs_per_process=packs)
         optimizer = step.optimizers[rule]
         trained = train_work(
             target, head, hardware, assume, work, mode=mode, optimizer=optimizer, recompute=asked.recompute, cache_bytes=cache_bytes
         )
         possible = asked.rule in (None, rule)
-        fits = possible and memory.total <= hardware.usable_bytes
+        fits = memory.total <= hardware.usable_bytes
         rows.append(ModeRow(memory=memory, rule=rule, possible=possible, fits=fits, work=trained))
     return tuple(rows)
 
@@ -221,15 +226,9 @@ def _shape(target: TargetSizes, hardware: Hardware, work: Workload, asked: Asked
 
 
 def _problems(
-    target: TargetSizes,
-    hardware: Hardware,
-    work: Workload,
-    asked: Asked,
-    cache: CacheRow,
-    modes: tuple[ModeRow, ...],
-    layouts: list[EngineLayout],
+    target: TargetSizes, hardware: Hardware, asked: Asked, cache: CacheRow, modes: tuple[ModeRow, ...], layouts: list[EngineLayout]
 ) -> list[str]:
-    """Why the setting asked for cannot be run, with what can be done."""
+    """Why the setting asked for has no room, with what can be done."""
     found = []
     if not cache.fits:
         found.append(
@@ -238,22 +237,9 @@ def _problems(
             "(hardware.disk_bytes=)"
         )
     mode = next(row for row in modes if row.memory.mode == asked.mode)
-    processes = mode.memory.num_processes
-    if asked.context > 1 and processes % asked.context:
-        found.append(f"parallel.context: expected a divisor of the {processes} processes of parallel={asked.mode}, found {asked.context}")
-    elif work.packs_per_step < processes // asked.context:
-        found.append(
-            f"packs_per_step: expected at least {processes // asked.context}, one for each process or group of parallel.context, found "
-            f"{work.packs_per_step}; raise it, or train on fewer"
-        )
-    if not mode.possible:
-        found.append(
-            f"optimizer.rule: expected {mode.rule} with parallel={asked.mode}, which cuts matrices anywhere, found {asked.rule}; "
-            "set it, or choose parallel=fsdp2 or ddp"
-        )
-    elif not mode.fits:
+    if not mode.fits:
         largest, size = max(mode.memory.sources.items(), key=lambda item: item[1])
-        others = [row.memory.mode for row in modes if row.fits]
+        others = [row.memory.mode for row in modes if row.fits and row.possible]
         remedy = f"choose one of {others}" if others else "set checkpoint_activations=true, or lower tokens_per_pack or chunk_rows"
         found.append(
             f"parallel={asked.mode}: expected at most {show_bytes(hardware.usable_bytes)} per process, found "
@@ -265,5 +251,23 @@ def _problems(
             f"engine: expected room for {target.name} on {hardware.num_devices} devices of {show_bytes(hardware.memory_bytes)}, found "
             f"{show_bytes(widest.weight_bytes)} of weights per device and {show_bytes(widest.room_bytes)} left for its KV cache; "
             "choose a larger machine or a quantized target (assume.weight_bytes=1)"
+        )
+    return found
+
+
+def _conflicts(work: Workload, asked: Asked, mode: ModeRow) -> list[str]:
+    """Which of the settings asked for training refuses together, with what can be done."""
+    found, processes = [], mode.memory.num_processes
+    if asked.context > 1 and processes % asked.context:
+        found.append(f"parallel.context: expected a divisor of the {processes} processes of parallel={asked.mode}, found {asked.context}")
+    elif work.packs_per_step < processes // asked.context:
+        found.append(
+            f"packs_per_step: expected at least {processes // asked.context}, one for each process or group of parallel.context, found "
+            f"{work.packs_per_step}; raise it, or train on fewer"
+        )
+    if not mode.possible:
+        found.append(
+            f"optimizer.rule: expected {mode.rule} with parallel={asked.mode}, which cuts matrices anywhere, found {asked.rule}; set "
+            f"optimizer.rule={mode.rule}, with which memory and time are given above, or choose parallel=fsdp2 or ddp"
         )
     return found

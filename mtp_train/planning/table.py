@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from mtp_train.planning.plan import Plan
+from mtp_train.planning.plan import DEFAULT_RULE, Plan
 from mtp_train.quantity import show_bytes, show_count, show_duration, show_flops
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def _memory(plan: Plan) -> tuple[str, Table]:
     table.add_row("fullest at", *(row.memory.moment for row in plan.modes))
     table.add_row("in all", *(show_bytes(row.memory.total) for row in plan.modes))
     table.add_row("fits", *(_yes(row.fits) for row in plan.modes))
-    table.add_row("optimizer.rule", *(row.rule for row in plan.modes))
+    table.add_row("optimizer.rule", *(row.rule if row.possible else f"needs {row.rule}" for row in plan.modes))
     table.add_row("time", *(show_duration(row.work.seconds) for row in plan.modes))
     return title, table
 
@@ -95,6 +95,13 @@ def _verdict(plan: Plan) -> str:
             f"Cheapest that fits: {words}: {show_duration(plan.cheapest_s)}"
             + (f", {money:.2f} USD" if money is not None else " (no price given: hardware.usd_per_hour=)")
         )
+    asked = next(row for row in plan.modes if row.memory.mode == plan.asked.mode)
+    if plan.asked.rule is None and asked.rule != DEFAULT_RULE:
+        lines.append(
+            f"parallel={plan.asked.mode} needs optimizer.rule={asked.rule}: add it to train's command ({DEFAULT_RULE} if nothing is said)"
+        )
+    if needing := [row for row in plan.modes if row.fits and not row.possible]:
+        lines.append(f"Would fit with optimizer.rule={needing[0].rule}: " + ", ".join(f"parallel={row.memory.mode}" for row in needing))
     others = [
         f"parallel={r.memory.mode} ({show_bytes(r.memory.total)})" for r in plan.modes if not r.fits and r.memory.mode != plan.asked.mode
     ]
@@ -140,6 +147,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
                 **asdict(row.memory),
                 "total_bytes": row.memory.total,
                 "optimizer_rule": row.rule,
+                "possible": row.possible,
                 "fits": row.fits,
                 "train": row.work.to_json(),
             }
@@ -153,4 +161,5 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "cheapest": None if plan.cheapest is None else dict(plan.cheapest),
         "cheapest_seconds": plan.cheapest_s,
         "problems": list(plan.problems),
+        "conflicts": list(plan.conflicts),
     }
