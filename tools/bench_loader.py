@@ -118,6 +118,7 @@ class Bench:
             num_heads=heads,
             num_kv_heads=kv_heads,
             counts_every=2,
+            counts_from=0,
             draft_steps=1,
             chunk_rows=512,
             precision="bf16",

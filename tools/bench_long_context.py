@@ -27,6 +27,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768, 131072])
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[4096, 32768])
     parser.add_argument("--counts-every", type=int, default=4, help="every so many tokens one counts")
+    parser.add_argument("--answer-tokens", type=int, help="only so many last tokens count, behind a prompt; default: from the first on")
     parser.add_argument("--chunk-rows", type=int, default=512)
     parser.add_argument("--draft-steps", type=int, default=1)
     parser.add_argument("--one", help=argparse.SUPPRESS)  # a line's settings, for the process that measures it
@@ -60,8 +61,9 @@ def main() -> None:
 
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.processor() or platform.machine()}"
     versions = provenance()["packages"]
-    print(f"{arguments.like}, bf16, every {arguments.counts_every}. token counts, {arguments.chunk_rows} rows a chunk, ", end="")
-    print(f"{arguments.draft_steps} draft steps; {where}, torch {versions['torch']}, transformers {versions['transformers']}\n")
+    print(f"{arguments.like}, bf16, every {arguments.counts_every}. token of {arguments.answer_tokens or 'all'} counts, ", end="")
+    print(f"{arguments.chunk_rows} rows a chunk, {arguments.draft_steps} draft steps; {where}, ", end="")
+    print(f"torch {versions['torch']}, transformers {versions['transformers']}\n")
     print(
         "| tokens | vocabulary | activations | peak MB | KB per token | T x V MB | T x T MB | wall s |\n|---|---|---|---|---|---|---|---|"
     )
@@ -77,6 +79,7 @@ def main() -> None:
                     "num_heads": heads,
                     "num_kv_heads": kv_heads,
                     "counts_every": arguments.counts_every,
+                    "counts_from": 0 if arguments.answer_tokens is None else max(0, num_tokens - arguments.answer_tokens),
                     "draft_steps": arguments.draft_steps,
                     "chunk_rows": arguments.chunk_rows,
                     "recompute": recompute,
@@ -84,7 +87,7 @@ def main() -> None:
                 words = [sys.executable, __file__, "--one", json.dumps(settings)]
                 done = subprocess.run(words, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
                 found = json.loads(done.stdout.splitlines()[-1])
-                kept = num_tokens // arguments.counts_every * vocab_size * 4
+                kept = (num_tokens - settings["counts_from"]) // arguments.counts_every * vocab_size * 4
                 print(
                     f"| {num_tokens} | {vocab_size} | {'again' if recompute else 'kept'} | {found['peak_bytes'] / 1e6:.0f} "
                     f"| {found['peak_bytes'] / 1e3 / num_tokens:.2f} | {kept / 1e6:.0f} | {2 * num_tokens**2 / 1e6:.0f} "

@@ -141,6 +141,8 @@ class Head(nn.Module, ABC):
         """``unroll``, with what each depth feeds back: all rows at depth 0, then the wanted ones alone."""
         assert wanted is None or batch.share is None
         context = PackedAttention(bounds=batch.bounds, share=batch.share)
+        if wanted is not None:
+            context.ask(wanted)
         taps_TLD = None if batch.taps_TLD is None else own_rows(batch, batch.taps_TLD)
         hidden_TD = self.read_target(own_rows(batch, batch.hidden_TD), taps_TLD)
         for depth in count():

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
 
 from mtp_train.nn.causal import causal_kernel
+from mtp_train.nn.parts import Part, num_scores, parts_of
 from mtp_train.nn.wanted import WantedRows
 from mtp_train.records import RowShare
 
@@ -87,32 +88,6 @@ def _repeat(x_NTH: torch.Tensor, num_heads: int) -> torch.Tensor:
     return x_NTH if times == 1 else x_NTH.repeat_interleave(times, dim=0)
 
 
-class _Part(NamedTuple):
-    """Queries ``rows`` attend to ``keys``: each to those up to itself where they are the same rows, else (all earlier) to all."""
-
-    rows: slice
-    keys: slice
-    causal: bool
-
-
-def _parts(bounds: Sequence[int], stretches: Sequence[tuple[int, int]] | None) -> tuple[_Part, ...]:
-    """Who attends to which keys of depth 0. Where only some rows of a sample are computed, there are their queries to work with, and
-    the keys of all: a stretch attends to itself causally and to all of the sample before it, and both are merged."""
-    if stretches is None:
-        return tuple(_Part(slice(first, last), slice(first, last), True) for first, last in itertools.pairwise(bounds))
-    parts, offset = [], 0
-    for first, last in stretches:
-        for start, stop in itertools.pairwise(bounds):
-            begin, end = max(first, start), min(last, stop)
-            if begin < end:
-                rows = slice(offset + begin - first, offset + end - first)
-                parts.append(_Part(rows, slice(begin, end), True))
-                if start < begin:
-                    parts.append(_Part(rows, slice(start, begin), False))
-        offset += last - first
-    return tuple(parts)
-
-
 class _Unrolled(torch.autograd.Function):
     """Causal attention within samples to the depth-0 keys, and of each row to its own keys of later depths.
 
@@ -124,7 +99,7 @@ class _Unrolled(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        parts: tuple[_Part, ...],
+        parts: tuple[Part, ...],
         scale: float,
         window: int | None,
         q: torch.Tensor,
@@ -193,7 +168,7 @@ class _Unrolled(torch.autograd.Function):
         return (None, None, None, grad_q, grad_k, grad_v, *grads_own)
 
 
-def _within(window: int | None, part: _Part) -> int | None:
+def _within(window: int | None, part: Part) -> int | None:
     return None if window is None or part.rows.stop - part.rows.start <= window else window
 
 
@@ -211,7 +186,8 @@ class PackedAttention:
     def __init__(self, *, bounds: Sequence[int], share: RowShare | None = None) -> None:
         self._bounds, self._share = bounds, share
         self._wanted: WantedRows | None = None
-        self._parts = self._later_parts = _parts(bounds, None if share is None else share.stretches)
+        self._asking: WantedRows | None = None
+        self._parts = self._later_parts = parts_of(bounds, None if share is None else share.stretches)
         self._longest = max(last - first for first, last in itertools.pairwise(bounds))
         self.depth = 0
         self._keys: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -219,10 +195,17 @@ class PackedAttention:
     def next_depth(self) -> None:
         self.depth += 1
 
+    def ask(self, wanted: WantedRows) -> None:
+        """At depth 0 only these rows need an answer: where that saves more than calls of their own cost, the others get zeros, and
+        give keys and values alone. A long prompt then costs its answer's rows times its length, not the length squared."""
+        assert self._share is None
+        if num_scores(parts_of(self._bounds, wanted.stretches)) < num_scores(self._parts):
+            self._asking = wanted
+
     def restrict(self, wanted: WantedRows) -> None:
         """From depth 1 on, queries, own keys and own values are those of these rows alone."""
         assert self._share is None
-        self._wanted, self._later_parts = wanted, _parts(self._bounds, wanted.stretches)
+        self._wanted, self._later_parts = wanted, parts_of(self._bounds, wanted.stretches)
 
     def attend(
         self, layer_index: int, q_NTH: torch.Tensor, k_NTH: torch.Tensor, v_NTH: torch.Tensor, *, scale: float, window: int | None
@@ -273,7 +256,12 @@ class PackedAttention:
         if wanted is not None and windowed:  # a window is counted from each row's own place: put the rows back there
             parts = self._parts
             q_NTH, *own = (x.new_zeros((x.shape[0], k0.shape[1], x.shape[2])).index_copy(1, wanted.rows_M, x) for x in (q_NTH, *own))
+        asking = self._asking if depth == 0 and (window is None or window >= self._longest) else None
+        if asking is not None:
+            parts, q_NTH = parts_of(self._bounds, asking.stretches), q_NTH[:, asking.rows_M]
         out_NTH: torch.Tensor = _Unrolled.apply(parts, scale, window, q_NTH, k0, v0, *own)
+        if asking is not None:
+            out_NTH = out_NTH.new_zeros((num_heads, k0.shape[1], out_NTH.shape[2])).index_copy(1, asking.rows_M, out_NTH)
         if wanted is not None and windowed:
             out_NTH = out_NTH[:, wanted.rows_M]
         return out_NTH[..., :value_size]

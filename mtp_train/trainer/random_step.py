@@ -21,7 +21,7 @@ from mtp_train.trainer.rows import align
 @dataclass(frozen=True, kw_only=True)
 class StepSizes:
     """A Llama-shaped target, head ``mtp`` and ``forward_kl`` over one sample of ``num_tokens``, every ``counts_every``-th of which
-    counts. ``recompute`` as ``checkpoint_activations`` of ``conf/train.yaml``."""
+    counts, from token ``counts_from`` on. ``recompute`` as ``checkpoint_activations`` of ``conf/train.yaml``."""
 
     num_tokens: int
     vocab_size: int
@@ -30,6 +30,7 @@ class StepSizes:
     num_heads: int
     num_kv_heads: int
     counts_every: int
+    counts_from: int
     draft_steps: int
     chunk_rows: int
     precision: Precision
@@ -45,11 +46,11 @@ class RandomStep:
             terms={"forward_kl": Term(1.0, ForwardKl())}, draft_steps=sizes.draft_steps, decay=0.8, chunk_rows=sizes.chunk_rows
         )
         self._module = TrainingModule(head=self.head, objective=objective, precision=sizes.precision).to(device)
-        draw = torch.Generator().manual_seed(0)
+        draw, number_T = torch.Generator().manual_seed(0), torch.arange(sizes.num_tokens)
         sample = Sample(
             sample_id="random",
             token_ids_T=torch.randint(0, sizes.vocab_size, (sizes.num_tokens,), generator=draw),
-            loss_mask_T=torch.arange(sizes.num_tokens) % sizes.counts_every == 0,
+            loss_mask_T=(number_T % sizes.counts_every == 0) & (number_T >= sizes.counts_from),
             hidden_TD=torch.randn(sizes.num_tokens, sizes.hidden_size, generator=draw).bfloat16(),
         )
         aligned = align(pack([sample]), draft_steps=sizes.draft_steps, need_top=False)

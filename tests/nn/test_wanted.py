@@ -43,6 +43,29 @@ def test_a_module_computes_the_rows_asked_for_and_no_others() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 3])
+def test_an_answer_after_a_long_prompt_asks_alone_and_hears_the_same(window: int | None) -> None:
+    """At depth 0: values of the rows asked for, zeros for the others, and the same gradients to all queries, keys and values."""
+    bounds, stretches = (0, 3, 1900, 4000), ((1, 3), (1700, 1850), (3950, 4000))
+    rows_M = torch.cat([torch.arange(*stretch) for stretch in stretches])
+    wanted = WantedRows(rows_M=rows_M, stretches=stretches)
+    draw = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(heads, 4000, 8, generator=draw, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)]
+    weight = torch.randn(4, len(rows_M), 8, generator=draw, dtype=torch.float64)
+    results = []
+    for asks in (False, True):
+        context = PackedAttention(bounds=bounds)
+        if asks:
+            context.ask(wanted)
+        out = context.attend(0, *qkv, scale=SCALE, window=window)
+        results.append([out[:, rows_M], *torch.autograd.grad((out[:, rows_M] * weight).sum(), qkv)])
+        if asks:
+            others = torch.ones(4000, dtype=torch.bool).index_fill(0, rows_M, False)
+            assert bool(out[:, others].any()) == (window is not None), "a window saves more than asking for some rows"
+    for some, all_ in zip(*results, strict=True):
+        torch.testing.assert_close(some, all_, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("window", [None, 3])
 def test_later_depths_of_some_rows_are_those_of_all(window: int | None) -> None:
     """Values, and gradients to the keys of depth 0 too, which rows outside reach only through those inside."""
     bounds = (0, 5, 6, 14)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mtp_train.nn.attention import PackedAttention
 from mtp_train.trainer.peak import peak_bytes
 from mtp_train.trainer.random_step import RandomStep, StepSizes
 
@@ -12,7 +13,9 @@ SIZE, CHUNK_ROWS = 32, 64
 MB = 2**20
 
 
-def train(*, num_tokens: int, recompute: bool, vocab_size: int = 4_096, counts_every: int = 16) -> tuple[float, float]:
+def train(
+    *, num_tokens: int, recompute: bool, vocab_size: int = 4_096, counts_every: int = 16, counts_from: int = 0
+) -> tuple[float, float]:
     """Megabytes held at the fullest moment of one step, and the gradient's norm."""
     sizes = StepSizes(
         num_tokens=num_tokens,
@@ -22,6 +25,7 @@ def train(*, num_tokens: int, recompute: bool, vocab_size: int = 4_096, counts_e
         num_heads=2,
         num_kv_heads=1,
         counts_every=counts_every,
+        counts_from=counts_from,
         draft_steps=1,
         chunk_rows=CHUNK_ROWS,
         precision="bf16",
@@ -51,3 +55,12 @@ def test_memory_holds_a_chunk_s_logits_and_not_all() -> None:
     small, _ = train(num_tokens=8_192, vocab_size=1_024, recompute=True, counts_every=1)
     large, _ = train(num_tokens=8_192, vocab_size=8_192, recompute=True, counts_every=1)
     assert large - small < 8 * CHUNK_ROWS * 7_168 * 4 / MB
+
+
+def test_a_long_prompt_asks_nothing_and_the_step_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows give keys and values alone: less is kept, and the gradient is that of a step in which they ask, to bf16's rounding."""
+    asks, asks_norm = train(num_tokens=8_192, recompute=False, counts_from=7_900)
+    monkeypatch.setattr(PackedAttention, "ask", lambda self, wanted: None)
+    whole, whole_norm = train(num_tokens=8_192, recompute=False, counts_from=7_900)
+    assert asks_norm == pytest.approx(whole_norm, rel=2e-3) and asks_norm != whole_norm
+    assert asks < whole
