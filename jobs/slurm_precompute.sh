@@ -11,8 +11,9 @@
 # One cache by several nodes: sbatch --array=0-7 jobs/slurm_precompute.sh experiment=llama3_70b run=/shared/llama3_70b
 #
 # The tasks know nothing of each other but the folder: each claims the next shard that is free, and where one ends well the cache is
-# complete. They need not run at the same time, nor all of them. A task that dies, or is requeued, makes only what is missing then;
-# what it was at is taken over by the others after silence_s seconds.
+# complete. Their numbers mean nothing, so that any array does (--array=0-14:2%3, --array=5, or none), and more tasks may be added
+# while others run. They need not run at the same time, nor all of them. A task that dies, or is requeued, makes only what is missing
+# then; what it was at is taken over by the others after silence_s seconds.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?this is a SLURM job: sbatch jobs/slurm_precompute.sh ...}"
 

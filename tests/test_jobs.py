@@ -141,8 +141,11 @@ def test_an_array_precomputes_and_a_training_is_requeued_and_finished(tmp_path: 
         "top_k=8",
         "shard_tokens=256",
     ]
-    array = [cluster.start("slurm_precompute.sh", *words, SLURM_ARRAY_TASK_ID=task) for task in ("3", "4")]
-    for process in array:
+    spec = {"SLURM_ARRAY_TASK_MIN": "3", "SLURM_ARRAY_TASK_MAX": "19", "SLURM_ARRAY_TASK_STEP": "8", "SLURM_ARRAY_TASK_COUNT": "3"}
+    # 3 and 11 of --array=3-19:8, whose 19 never comes; and one that is no array's, with two tasks.
+    jobs = [cluster.start("slurm_precompute.sh", *words, SLURM_ARRAY_TASK_ID=task, **spec) for task in ("3", "11")]
+    jobs.append(cluster.start("slurm_precompute.sh", *words, SLURM_NTASKS="2"))
+    for process in jobs:
         out, _ = process.communicate()
         assert process.returncode == 0 and "24 samples" in out, out[-3000:]
     assert (run / "cache" / "manifest.json").exists()
