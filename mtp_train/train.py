@@ -141,8 +141,7 @@ def _head(
 
     started_from = None
     shared = read_shared(target.path).to(device=accelerator.device, dtype=compute_dtype(cfg.precision))
-    node = plain(cfg.head) | ({} if cfg.start_from is None else {"init": "random"})  # every weight is given
-    head: Head = build(node, where="head", target_path=target.path, shared=shared, trust_remote_code=target.trust_remote_code)
+    head: Head = build(plain(cfg.head), where="head", target_path=target.path, shared=shared, trust_remote_code=target.trust_remote_code)
     objective.check(head)
     if cfg.draft_steps < head.num_blocks:
         raise ValueError(
@@ -277,7 +276,7 @@ def main(cfg: DictConfig) -> None:
         f"{len(train)} samples of {sum(train.lengths)} tokens{counts}, {len(held_out or ())} held out; "
         f"{num_steps} steps of {cfg.packs_per_step} x {cfg.tokens_per_pack} tokens, {plan.fill():.0%} full"
     )
-    if not complete_steps(run.out):
+    if started_from is None and not complete_steps(run.out):  # else every weight is given
         start_from_data(head, train, _at_hand(cfg, train, plan, num_steps=num_steps), device=accelerator.device)
     trainer = Trainer(
         accelerator=accelerator,

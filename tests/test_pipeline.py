@@ -653,7 +653,9 @@ def test_medusa_and_a_draft_model_go_through_the_same_stages(finished: Run, tmp_
     run.two_ranks("train", *draft, "name=two")
     one, two = (load_file(run.folder / "checkpoint" / name / "head.safetensors") for name in ("draft_model", "two"))
     assert all(float((tensor - two[name]).abs().max()) <= 2e-4 for name, tensor in one.items())
-    for name in ("medusa", "draft_model"):
+    for name, words in (("medusa", [*medusa, "draft_steps=3"]), ("draft_model", draft)):
+        said = run.ok("train", *words, "num_steps=1", f"name={name}_again", f"start_from={run.folder}/checkpoint/{name}")
+        assert f"starts from {run.folder}/checkpoint/{name} (mtp_train)" in said and "start from data" not in said
         run.ok("evaluate", f"name={name}")
         report = run.report()
         assert all(m["identity"]["differences"] == [] for m in report["measurements"] if m["identity"] is not None)

@@ -39,6 +39,8 @@ class StitchExporter(Exporter):
         self.link, self.overwrite = link, overwrite
 
     def export(self, checkpoint: Path, target_path: Path, out: Path) -> ExportResult:
+        if out.resolve().is_relative_to(target_path.resolve()):
+            raise ValueError(f"out: expected a folder outside the target's, which is copied whole, found {out}; choose another out=")
         source = read_source(checkpoint, target_path)
         published = _published(source)
         identity = identity_of(source, word=self.word, settings={"layout": published.word})

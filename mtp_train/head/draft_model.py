@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 _NOT_SIZES = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache", "quantization_config")
 # Keys that transformers takes and files under another name, and those that change logits behind the lm_head.
 _ALSO_KNOWN = {"model_type", "rope_theta", "rope_scaling"}
-_SCALES_LOGITS = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None}
+# Entries, and what they are where logits are lm_head(hidden state) and attention is softmax(q k): nothing else is computed or exported.
+_NEUTRAL = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None, "attn_logit_softcapping": None}
+_COUNTS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 class DraftModel(Head):
@@ -76,9 +79,10 @@ class DraftModel(Head):
         self._entries = json.loads(json.dumps(self._config.to_diff_dict()))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.model: Any = AutoModel.from_config(
-                self._config, attn_implementation=self._config._attn_implementation, dtype=torch.float32, trust_remote_code=False
-            )
+            with _taking(self._config.model_type):
+                self.model: Any = AutoModel.from_config(
+                    self._config, attn_implementation=self._config._attn_implementation, dtype=torch.float32, trust_remote_code=False
+                )
             self.lm_head = None
             if not self._config.tie_word_embeddings:
                 self.lm_head = nn.Linear(self._config.hidden_size, self._config.vocab_size, bias=False)
@@ -142,6 +146,11 @@ class DraftModel(Head):
                 f"head.checkpoint {folder}: expected the tensors that its config.json calls for, found others (such as "
                 f"{sorted(odd)[:3]}); it is none of the architectures that a draft model can have, or its config is another's"
             )
+        if not_finite := sorted(name for name in ours if not tensors[name].isfinite().all()):
+            raise ValueError(
+                f"head.checkpoint {folder}: expected finite numbers, found others in {not_finite[:3]}; it is damaged, or broke in its "
+                "training: choose another"
+            )
         for name, parameter in ours.items():
             parameter.data.copy_(tensors[name])
 
@@ -204,12 +213,36 @@ def _model_config(entries: Mapping[str, Any], *, vocab_size: int, longest: int, 
     given["vocab_size"] = min(found, vocab_size)
     given.setdefault("max_position_embeddings", longest)
     given["pad_token_id"] = None  # its embedding would never be trained
-    for key, neutral in _SCALES_LOGITS.items():
-        if given.get(key, neutral) not in (neutral, None):
+    with _taking(model_type):
+        config = AutoConfig.for_model(model_type, **given)
+    for key in _COUNTS:
+        if (number := getattr(config, key, 1)) is not None and number < 1:
+            raise ValueError(f"head.config.{key}: expected at least 1, found {number}")
+    heads, shared = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    if shared and heads % shared:
+        raise ValueError(f"head.config.num_key_value_heads: expected a divisor of num_attention_heads={heads}, found {shared}")
+    for key, neutral in _NEUTRAL.items():
+        if (number := getattr(config, key, neutral)) not in (neutral, None):
             raise ValueError(
-                f"head.config: expected logits that are lm_head(hidden state), found {key} = {given[key]}; choose another model"
+                f"head.config: expected a model without scaled or capped logits, found {key} = {number} of {model_type}; set it to "
+                f"{'null' if neutral is None else neutral}, or choose another model"
             )
-    return use_context_attention(AutoConfig.for_model(model_type, **given))
+    return use_context_attention(config)
+
+
+@contextmanager
+def _taking(model_type: str) -> Iterator[None]:
+    """ValueError where transformers can make no model of the sizes; it says so in many ways."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError) as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"head.config: expected entries that transformers makes a {model_type} of, found ones that it does not take ({said}); "
+            "change them, or leave them out"
+        ) from error
 
 
 def _check_shape(model: nn.Module) -> None:

@@ -46,5 +46,5 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> PreTrained
 
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a damaged file is told in many ways, by the tokenizers package as Exception itself
         raise ValueError(f"{path}: expected a tokenizer ({_FILES[0]}, {_FILES[1]}), found: {' '.join(str(error).split())}") from error

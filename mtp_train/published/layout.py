@@ -153,13 +153,18 @@ QWEN3_NEXT_MTP = Layout(
 
 def find_layout(names: Iterable[str], *, num_layers: int | None) -> Layout | None:
     """The layout of a folder with these tensors; None where it is none of those known. ``num_layers``: of the model whose folder it
-    is, as its config.json says."""
+    is, as its config.json says. ValueError where blocks lie elsewhere than behind so many."""
     found = set(names)
     if "mtp.fc.weight" in found:
         return QWEN3_NEXT_MTP
-    num_blocks = sum(re.fullmatch(r"model\.layers\.\d+\.eh_proj\.weight", name) is not None for name in found)
-    if num_blocks and num_layers is not None:
-        return deepseek_mtp(num_layers=num_layers, num_blocks=num_blocks)
+    blocks = sorted(int(match[1]) for name in found if (match := re.fullmatch(r"model\.layers\.(\d+)\.eh_proj\.weight", name)))
+    if blocks and num_layers is not None:
+        if blocks != list(range(num_layers, num_layers + len(blocks))):
+            raise ValueError(
+                f"expected blocks behind the last of num_hidden_layers={num_layers} (model.layers.{num_layers}.eh_proj and on), found them "
+                f"at {blocks}; config.json is another model's"
+            )
+        return deepseek_mtp(num_layers=num_layers, num_blocks=len(blocks))
     for layer in ("midlayer", "layers.0"):
         if f"{layer}.hidden_norm.weight" in found:
             return eagle3(layer)

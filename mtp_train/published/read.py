@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +21,22 @@ import torch
 from mtp_train.checkpoint import CONFIG, read_head_config, read_head_tensors
 from mtp_train.nn.experts import stack_experts, unstack_experts
 from mtp_train.published.layout import Layout, find_layout
-from mtp_train.runtime import log, read_json
+from mtp_train.runtime import log
 from mtp_train.target.draft_vocabulary import from_mask, from_offsets
 from mtp_train.target.files import read_model_config, read_tensor, tensor_files
-from mtp_train.target.spec import default_tap_ids
+from mtp_train.target.spec import default_tap_ids, fingerprint
 from mtp_train.target.weights import SharedWeights
+from mtp_train.typed import fit
 
 OURS = "mtp_train"
 PICKLE = "pytorch_model.bin"
 DRAFT_IDS, D2T, T2D = "draft_ids", "d2t", "t2d"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _LAYER = "decoder.layer."
+# Settings of ours that say what the weights began as, and nothing of the graph.
+_BEGINNINGS = ("init", "seed", "checkpoint", "revision")
+# How files begin that torch wrote before version 1.6, a pickled magic number: they cannot be mapped into memory.
+_BEFORE_ZIP = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")
 # Copies of the target's tensors may have been rounded to another 16-bit dtype; another model's differ by as much as they are large.
 _ROUNDING = 0.02
 _ROWS = 8192  # of a copy, compared at once
@@ -96,12 +102,22 @@ class Published:
                     f"{self.path}: expected tensors of {self.word}, found {name}, which it does not have; nothing is left out unread"
                 )
             found[ours] = self.read(name)
-            if found[ours].dtype not in _FLOATS:
-                raise ValueError(
-                    f"{self.path}: expected {name} in float32, bfloat16 or float16, found {found[ours].dtype}, quantized; "
-                    "begin from a checkpoint whose head is in floats"
-                )
+            self._check_numbers(name, found[ours])
         return _in_order(_by_layer(found, stack_experts), layout, column_order)
+
+    def _check_numbers(self, name: str, tensor: torch.Tensor) -> None:
+        """ValueError unless a tensor holds finite floats, each in its place."""
+        if tensor.dtype not in _FLOATS or tensor.layout != torch.strided:
+            found = f"{tensor.dtype}, quantized" if tensor.layout == torch.strided else f"a {tensor.layout} one"
+            raise ValueError(
+                f"{self.path}: expected {name} in float32, bfloat16 or float16, found {found}; "
+                "begin from a checkpoint whose head is in floats"
+            )
+        if num_odd := tensor.numel() - int(tensor.isfinite().sum()):
+            raise ValueError(
+                f"{self.path}: expected finite numbers in {name}, found {num_odd} of {tensor.numel()} infinite or none; "
+                "its training broke, or the file is damaged: get it anew"
+            )
 
     def _check_shapes(self, expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> None:
         shapes, there = ({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (expected, found))
@@ -119,7 +135,10 @@ class Published:
 
     def _draft_ids(self, *, vocab_size: int) -> torch.Tensor:
         """The draft vocabulary, which ``t2d`` must agree with where it is there."""
-        ids_U = from_offsets(self.read(D2T), vocab_size=vocab_size)
+        try:
+            ids_U = from_offsets(self.read(D2T), vocab_size=vocab_size)
+        except ValueError as fault:
+            raise ValueError(f"{self.path}: {fault}") from None
         if not bool((ids_U.diff() > 0).all()):
             raise ValueError(f"{self.path}: expected d2t to name ascending tokens, found others; such a head is not supported")
         if T2D in self.names and not torch.equal(from_mask(self.read(T2D)), ids_U):
@@ -148,21 +167,25 @@ def open_published(path: Path, *, target_path: Path) -> Published:
     Errors: ValueError where there is no head of a layout that is known.
     """
     if (path / CONFIG).is_file():
-        return _open_ours(path)
+        return _open_ours(path, target_path)
     if not path.is_dir():
         raise ValueError(f"start_from: expected a head's folder, or the word target, found none at {path}")
     target = read_model_config(target_path)
     names, read = _reader(path)
-    own = read_json(path / "config.json") if (path / "config.json").is_file() else {}
-    layout = find_layout(names, num_layers=own.get("num_hidden_layers"))
+    own = read_model_config(path) if (path / "config.json").is_file() else {}
+    try:
+        layout = find_layout(names, num_layers=_stated(own, "num_hidden_layers", int | None, where=path))
+    except ValueError as fault:
+        raise ValueError(f"{path}: {fault}") from None
     if layout is None:
         raise ValueError(
             f"{path}: expected the tensors of one of ours (head.json), EAGLE-1 (fc, layers.0), EAGLE-3 (midlayer, hidden_norm), or of the "
             "block of DeepSeek-V3 (model.layers.N.eh_proj) or Qwen3-Next (mtp.fc), found none of these"
         )
-    _compare_rotary(path, own, target)
+    if own and (mine := _rotary(own, where=path)) != (theirs := _rotary(target, where=target_path)):
+        log(f"{path}: its rotary settings {mine} are not the target's {theirs}, which are taken: its drafts begin worse than they were")
     if layout.word == "eagle3":
-        settings = _eagle3_settings(names, read, own, target)
+        settings = _eagle3_settings(path, names, read, own, target)
     else:
         settings = {"norms": dict(layout.norms or {}), "zero_first_embedding": layout.zero_first_embedding, "num_blocks": layout.num_blocks}
         settings |= {"projection_bias": layout.theirs("projection.bias") in names}
@@ -179,10 +202,12 @@ def sha256_of(tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _open_ours(path: Path) -> Published:
+def _open_ours(path: Path, target_path: Path) -> Published:
     document = read_head_config(path)
+    if document["target"].get("target_fingerprint") != fingerprint(target_path):
+        log(f"{path}: the head was trained for {document['target'].get('target_name')}, not for this target: its drafts begin worse")
     tensors = read_head_tensors(path)
-    settings = {key: value for key, value in document["settings"].items() if key not in ("init", "seed")}
+    settings = {key: value for key, value in document["settings"].items() if key not in _BEGINNINGS}
     return Published(
         path=path, layout=None, word=OURS, heads=(document["head"],), names=tuple(tensors), read=tensors.__getitem__, settings=settings
     )
@@ -193,28 +218,56 @@ def _reader(path: Path) -> tuple[Sequence[str], Callable[[str], torch.Tensor]]:
     if not (path / PICKLE).is_file() or any(path.glob("*.safetensors")):
         files = tensor_files(path)
         return list(files), lambda name: read_tensor(files, name)
+    with open(path / PICKLE, "rb") as stream:
+        old = stream.read(len(_BEFORE_ZIP)) == _BEFORE_ZIP
+    if not old and not zipfile.is_zipfile(path / PICKLE):
+        raise ValueError(f"{path / PICKLE}: expected tensors as torch.save writes them, found something else or a part of it; get it anew")
     try:
-        held = torch.load(path / PICKLE, map_location="cpu", weights_only=True, mmap=True)
+        held = torch.load(path / PICKLE, map_location="cpu", weights_only=True, mmap=not old)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path / PICKLE}: expected tensors and nothing else (no code is run), found {error}") from error
-    if not isinstance(held, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in held.values()):
-        raise ValueError(f"{path / PICKLE}: expected tensors by their names, found other values")
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"{path / PICKLE}: expected tensors and nothing else (no code is run), found {said}; it is damaged or holds other things: "
+            "get it anew, or as safetensors"
+        ) from error
+    if not isinstance(held, dict) or not all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in held.items()):
+        raise ValueError(f"{path / PICKLE}: expected tensors by their names, found other values; save the head's state_dict alone")
     return list(held), held.__getitem__
 
 
 def _eagle3_settings(
-    names: Sequence[str], read: Callable[[str], torch.Tensor], own: Mapping[str, Any], target: Mapping[str, Any]
+    path: Path, names: Sequence[str], read: Callable[[str], torch.Tensor], own: Mapping[str, Any], target: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What an EAGLE-3 folder says of its graph: its config.json, or the authors' choice where it is silent."""
     taps: list[int] = []
     if "fc.weight" in names:
-        engines = own.get("eagle_aux_hidden_state_layer_ids") or (own.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-        taps = list(default_tap_ids(int(target["num_hidden_layers"]))) if engines is None else [int(number) - 1 for number in engines]
+        num_layers, key = int(target["num_hidden_layers"]), "eagle_aux_hidden_state_layer_ids"
+        nested = _stated(own, "eagle_config", dict | None, where=path) or {}
+        engines = _stated(own, key, list[int] | None, where=path) or _stated(nested, key, list[int] | None, where=path)
+        taps = list(default_tap_ids(num_layers)) if engines is None else [number - 1 for number in engines]
+        if not all(0 <= tap < num_layers for tap in taps):
+            raise ValueError(
+                f"{path / 'config.json'}: expected {key} from 1 to {num_layers}, the layers of this target, found {engines}; "
+                "the head is of another target"
+            )
+    if T2D in names and D2T not in names:
+        raise ValueError(f"{path}: expected {D2T} beside {T2D}, found none; the file is not whole")
+    if D2T in names and (read(D2T).ndim != 1 or read(D2T).dtype not in (torch.int32, torch.int64) or not len(read(D2T))):
+        found = f"{read(D2T).dtype} of shape {tuple(read(D2T).shape)}"
+        raise ValueError(f"{path}: expected {D2T} as whole numbers, one for each token that can be drafted, found {found}")
     return {
         "target_layer_ids": taps,
         "draft_vocab_size": read(D2T).shape[0] if D2T in names else None,
-        "norms": {"taps": any(name.startswith("fc_norm.") for name in names), "feedback": bool(own.get("norm_output", False))},
+        "norms": {
+            "taps": any(name.startswith("fc_norm.") for name in names),
+            "feedback": bool(_stated(own, "norm_output", bool | None, where=path)),
+        },
     }
+
+
+def _stated(config: Mapping[str, Any], key: str, kind: Any, *, where: Path) -> Any:
+    """An entry of a folder's config.json, None where it is not there. ValueError where it is of another kind."""
+    return fit(kind, config.get(key), f"{where / 'config.json'}: {key}")
 
 
 def _by_layer(
@@ -242,17 +295,12 @@ def _in_order(tensors: Mapping[str, torch.Tensor], layout: Layout, column_order:
     }
 
 
-def _compare_rotary(path: Path, own: Mapping[str, Any], target: Mapping[str, Any]) -> None:
-    """Say where the head was served with other rotary settings than the target's, which ours takes."""
-    if own and (mine := _rotary(own)) != (theirs := _rotary(target)):
-        log(f"{path}: its rotary settings {mine} are not the target's {theirs}, which are taken: its drafts begin worse than they were")
-
-
-def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
-    settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = settings.pop("rope_type", None) or settings.pop("type", None) or "default"
-    settings.pop("type", None)
-    return {"rope_theta": float(settings.pop("rope_theta", None) or config.get("rope_theta") or 10000.0), "type": kind, **settings}
+def _rotary(config: Mapping[str, Any], *, where: Path) -> dict[str, Any]:
+    """A config's rotary settings in one spelling, ours and older ones alike."""
+    given = next((found for key in ("rope_parameters", "rope_scaling") if (found := _stated(config, key, dict | None, where=where))), {})
+    settings = {key: value for key, value in given.items() if key not in ("rope_theta", "rope_type", "type")}
+    theta = next((found for stated in (given, config) if (found := _stated(stated, "rope_theta", float | None, where=where))), 10000.0)
+    return {"rope_theta": theta, "type": given.get("rope_type") or given.get("type") or "default", **settings}
 
 
 def _shown(value: Any) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mtp_train.runtime import read_json
+from mtp_train.runtime import read_json, read_object
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -32,9 +34,7 @@ def tensor_files(path: Path) -> dict[str, Path]:
     from safetensors import safe_open
 
     if (path / _INDEX).is_file():
-        weight_map = read_json(path / _INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ValueError(f"{path / _INDEX}: expected a weight_map, found none")
+        weight_map = read_object(path / _INDEX, {"weight_map": dict}, remedy="download it again")["weight_map"]
         for file in set(weight_map.values()):
             if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
                 raise ValueError(f"{path / _INDEX}: expected names of safetensors files in this folder, found {file!r}")
@@ -42,7 +42,7 @@ def tensor_files(path: Path) -> dict[str, Path]:
                 raise ValueError(f"{path / file}: named in {_INDEX}, expected a file, found none; the download is not complete")
         return {name: path / file for name, file in weight_map.items()}
     if (path / _SINGLE).is_file():
-        with safe_open(path / _SINGLE, framework="pt") as opened:
+        with _whole(path / _SINGLE), safe_open(path / _SINGLE, framework="pt") as opened:
             return dict.fromkeys(opened.keys(), path / _SINGLE)
     found = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf", ".safetensors"))
     raise ValueError(
@@ -53,13 +53,21 @@ def tensor_files(path: Path) -> dict[str, Path]:
 
 def read_tensor(files: dict[str, Path], name: str) -> torch.Tensor:
     """One tensor, memory-mapped from its file. ValueError where no file holds it."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     if name not in files:
         near = [known for known in files if known.split(".")[-2:] == name.split(".")[-2:]][:5]
         raise ValueError(f"weights: expected a tensor named {name}, found none (alike: {near}); heads need a Llama-shaped target")
+    with _whole(files[name]), safe_open(files[name], framework="pt") as opened:
+        return opened.get_tensor(name)
+
+
+@contextmanager
+def _whole(file: Path) -> Iterator[None]:
+    """ValueError where what is read in the block is cut off or damaged."""
+    from safetensors import SafetensorError
+
     try:
-        with safe_open(files[name], framework="pt") as opened:
-            return opened.get_tensor(name)
+        yield
     except (SafetensorError, OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{files[name]}: expected a whole safetensors file, found {error}; download it again") from error
+        raise ValueError(f"{file}: expected a whole safetensors file, found {error}; download it again") from error

@@ -79,16 +79,18 @@ def read_layer(path: Path, layer_index: int) -> dict[str, torch.Tensor]:
 def read_floats(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of a model folder by their names. ValueError where one is stored quantized."""
     files = tensor_files(path)
-    return {name: _read_floats(files, name) for name in files}
+    return {name: _read_floats(files, name, remedy="begin from a checkpoint that is not quantized") for name in files}
 
 
-def _read_floats(files: dict[str, Path], name: str) -> torch.Tensor:
+_SHARED_REMEDY = (
+    "heads share the target's embedding and lm_head as they are: use a target that leaves them out of its quantization "
+    "(a head whose layer begins as the target's needs that layer in floats too: choose head.init=random)"
+)
+
+
+def _read_floats(files: dict[str, Path], name: str, *, remedy: str = _SHARED_REMEDY) -> torch.Tensor:
     """A tensor that is what it says. The integers, or 8-bit floats, of a quantized one mean nothing without their scales."""
     tensor = read_tensor(files, name)
     if tensor.dtype not in _FLOATS:
-        raise ValueError(
-            f"{files[name]}: expected {name} in float32, bfloat16 or float16, found {tensor.dtype}, quantized; "
-            "heads share the target's embedding and lm_head as they are: use a target that leaves them out of its quantization "
-            "(a head whose layer begins as the target's needs that layer in floats too: choose head.init=random)"
-        )
+        raise ValueError(f"{files[name]}: expected {name} in float32, bfloat16 or float16, found {tensor.dtype}, quantized; {remedy}")
     return tensor

@@ -183,6 +183,8 @@ def test_what_cannot_go_back_is_refused(
     with pytest.raises(ValueError, match="found none of these"):
         exporter().export(checkpoint_of(tiny_llama, word="mtp"), tiny_llama, tmp_path / "out")
     target = with_block(tiny_llama, layout="deepseek")
+    with pytest.raises(ValueError, match="expected a folder outside the target's"):
+        exporter().export(tmp_path / "nothing", target, target / "stitched")
     with pytest.raises(ValueError, match=r"head=eagle can begin as, found deepseek_mtp"):
         exporter().export(checkpoint_of(target, word="eagle", name="eagle"), target, tmp_path / "out")
     bare = checkpoint_of(target, word="mtp", name="bare", norms={**NORMS, "embed": False})

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mtp_train.batch.packing import pack
 from mtp_train.checkpoint import check_states, read_head_config, read_head_tensors, save_head
@@ -323,12 +323,39 @@ def test_tensors_that_its_config_does_not_call_for_are_refused(tiny_llama: Path,
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (
+            lambda tensors: tensors["model.norm.weight"].fill_(float("nan")),
+            r"expected finite numbers, found others in \['model.norm.weight'\]",
+        ),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}), "not quantized"),
+    ],
+)
+def test_weights_that_are_no_numbers_are_refused(
+    tiny_llama: Path, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object], message: str
+) -> None:
+    folder = write_model(tmp_path / "small", tiny_llama, vocab_size=V)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        make(tiny_llama, checkpoint=str(folder)).start([])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         ({}, "head.config: expected the draft model's sizes .*found neither"),
         ({"config": {**SMALL, "model_type": "lama"}}, "head.config.model_type: expected one that transformers knows, found 'lama'"),
         ({"config": {**SMALL, "model_type": "gpt2", "vocab_size": V}}, "head.config: expected entries of a gpt2 config.json"),
         ({"config": {**SMALL, "hiden_size": 3}}, r"head.config: expected entries of a llama config.json, found \['hiden_size'\]"),
         ({"config": {**SMALL, "vocab_size": 300}}, "head.config.vocab_size: expected the target's, 320, found 300"),
-        ({"config": {**SMALL, "model_type": "gemma2", "final_logit_softcapping": 30.0}}, "expected logits that are lm_head"),
+        ({"config": {**SMALL, "model_type": "gemma2"}}, "without scaled or capped logits, found final_logit_softcapping = 30.0 of gemma2"),
+        ({"config": {**SMALL, "model_type": "gemma2", "final_logit_softcapping": None}}, "found attn_logit_softcapping = 50.0 of gemma2"),
+        ({"config": {**SMALL, "num_attention_heads": 3}}, "transformers makes a llama of, found .*not a multiple"),
+        ({"config": {**SMALL, "num_hidden_layers": "two"}}, "transformers makes a llama of, found .*expected int, got str"),
+        ({"config": {**SMALL, "hidden_act": "none"}}, "transformers makes a llama of, found .*KeyError: 'none'"),
+        ({"config": {**SMALL, "num_hidden_layers": 0}}, "head.config.num_hidden_layers: expected at least 1, found 0"),
+        ({"config": {**SMALL, "num_key_value_heads": 3}}, "head.config.num_key_value_heads: expected a divisor of num_attention_heads=2"),
         ({"checkpoint": "nowhere"}, "head.checkpoint: expected a model folder, or a hub id beside its revision"),
         ({"checkpoint": "a/b", "revision": "main"}, "head.checkpoint revision: expected a commit"),
     ],

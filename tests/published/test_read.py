@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from mtp_train.published.layout import ON
 from mtp_train.published.read import open_published, sha256_of
 from mtp_train.records import Sample
 from mtp_train.target.draft_vocabulary import to_mask, to_offsets
+from mtp_train.target.spec import fingerprint
 from mtp_train.target.weights import SharedWeights, read_shared
 
 D, V, DEPTHS, LENGTH = 64, 320, 3, 9
@@ -301,9 +303,13 @@ def test_a_head_in_eagle_3_s_layout(deep_llama: Path, tmp_path: Path, fc_norm: b
     same(our_drafts(head, text), theirs)
 
 
-def test_one_of_ours_goes_on_as_it_is(tiny_llama: Path, tmp_path: Path) -> None:
+def test_one_of_ours_goes_on_as_it_is(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head = pair_head(Mtp, tiny_llama, seed=4, num_blocks=2)
-    save_head(tmp_path / "head", dict(head.state_dict()), config=head.draft_config(), target={}, made_by={})
+    for other, stated in ((False, fingerprint(tiny_llama)), (True, "0" * 64)):
+        identity = {"target_name": "elsewhere", "target_fingerprint": stated}
+        save_head(tmp_path / "head", dict(head.state_dict()), config=head.draft_config(), target=identity, made_by={})
+        open_published(tmp_path / "head", target_path=tiny_llama)
+        assert ("was trained for elsewhere, not for this target" in capsys.readouterr().err) == other
     again = adopt(pair_head(Mtp, tiny_llama, num_blocks=2), tmp_path / "head", tiny_llama)
     assert sha256_of(dict(again.state_dict())) == sha256_of(dict(head.state_dict()))
     with pytest.raises(ValueError, match=r"head.num_blocks=1; set head\.num_blocks=2"):
@@ -333,6 +339,7 @@ def changed(folder: Path, change: Callable[[Tensors], Any]) -> None:
         (lambda tensors: tensors.update({"fc.weight": torch.zeros(64, 64)}), r"fc\.weight \(64, 128\), found \(64, 64\)"),
         (lambda tensors: tensors.update({"fc.weight": torch.zeros(64, 128, dtype=torch.int8)}), "found torch.int8, quantized"),
         (lambda tensors: tensors.update({"embed_tokens.weight": torch.zeros(10, 64)}), "of the target's shape"),
+        (lambda tensors: tensors["fc.weight"][0].fill_(float("nan")), r"finite numbers in fc\.weight, found 128 of 8192"),
     ],
 )
 def test_what_is_no_such_head_is_refused_by_name(tiny_llama: Path, tmp_path: Path, change: Callable[[Tensors], Any], message: str) -> None:
@@ -340,6 +347,81 @@ def test_what_is_no_such_head_is_refused_by_name(tiny_llama: Path, tmp_path: Pat
     changed(tmp_path / "eagle", change)
     with pytest.raises(ValueError, match=message):
         adopt(pair_head(Eagle, tiny_llama), tmp_path / "eagle", tiny_llama)
+
+
+def with_config(folder: Path, **entries: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **entries}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "config.json").write_text("[1]"), "config.json: expected a JSON object, found list"),
+        (
+            lambda path: with_config(path, num_hidden_layers="1"),
+            "config.json: num_hidden_layers: expected a whole number or null, found '1'",
+        ),
+        (lambda path: with_config(path, rope_parameters=None, rope_scaling="linear"), "config.json: rope_scaling: expected a mapping"),
+        (lambda path: with_config(path, rope_parameters=None, rope_theta="1e4"), "config.json: rope_theta: expected a number"),
+        (lambda path: os.truncate(path / "model.safetensors", 5000), "model.safetensors: expected a whole safetensors file"),
+        (lambda path: os.truncate(path / "model.safetensors", 0), "model.safetensors: expected a whole safetensors file"),
+        (lambda path: (path / "model.safetensors.index.json").write_text("[]"), "expected a JSON object with weight_map, found list"),
+    ],
+)
+def test_a_damaged_folder_is_told_with_its_file(tiny_llama: Path, tmp_path: Path, damage: Callable[[Path], Any], message: str) -> None:
+    write_eagle1(tmp_path / "eagle", tiny_llama, bias=False)
+    damage(tmp_path / "eagle")
+    with pytest.raises(ValueError, match=f"{tmp_path / 'eagle'}.*{message}"):
+        open_published(tmp_path / "eagle", target_path=tiny_llama)
+
+
+@pytest.mark.parametrize(
+    ("change", "entries", "message"),
+    [
+        (lambda tensors: tensors.update(d2t=torch.tensor(3)), {}, r"expected d2t as whole numbers.*found torch.int64 of shape \(\)"),
+        (lambda tensors: tensors.update(d2t=torch.zeros(0, dtype=torch.int64)), {}, r"expected d2t as whole numbers.*of shape \(0,\)"),
+        (lambda tensors: tensors.update(d2t=tensors["d2t"].float() + 0.4), {}, "expected d2t as whole numbers.*found torch.float32"),
+        (lambda tensors: tensors.update(d2t=tensors["d2t"] + 300), {}, "e3: d2t: expected offsets to different tokens"),
+        (lambda tensors: tensors.update(t2d=~tensors["t2d"]), {}, "expected d2t and t2d to name the same tokens"),
+        (lambda tensors: tensors.pop("d2t"), {}, "expected d2t beside t2d, found none"),
+        (lambda tensors: None, {"eagle_aux_hidden_state_layer_ids": 3}, "eagle_aux_hidden_state_layer_ids: expected a list"),
+        (lambda tensors: None, {"eagle_aux_hidden_state_layer_ids": [2, 4, 60]}, r"from 1 to 8, .*found \[2, 4, 60\]; .*another target"),
+        (lambda tensors: None, {"eagle_config": [1]}, r"eagle_config: expected a mapping or null, found \[1\]"),
+    ],
+)
+def test_a_draft_vocabulary_or_taps_that_cannot_be(
+    deep_llama: Path, tmp_path: Path, change: Callable[[Tensors], Any], entries: dict[str, Any], message: str
+) -> None:
+    write_eagle3(tmp_path / "e3", deep_llama, layer="midlayer", draft_ids=torch.arange(3, V, 5), taps=None, fc_norm=False)
+    changed(tmp_path / "e3", change)
+    with_config(tmp_path / "e3", **entries)
+    with pytest.raises(ValueError, match=message):
+        open_published(tmp_path / "e3", target_path=deep_llama)._draft_ids(vocab_size=V)
+
+
+def test_a_block_elsewhere_than_its_config_says_is_refused(with_block: WithBlock, tiny_llama: Path) -> None:
+    target = with_block(tiny_llama, layout="deepseek")
+    with_config(target, num_hidden_layers=1)
+    with pytest.raises(ValueError, match=r"expected blocks behind the last of num_hidden_layers=1 .*found them at \[2\]"):
+        open_published(target, target_path=tiny_llama)
+
+
+def test_a_pickle_as_torch_once_wrote_it(tiny_llama: Path, tmp_path: Path) -> None:
+    """Before version 1.6 no zip file; what is neither is told from it."""
+    write_eagle1(tmp_path / "eagle", tiny_llama, bias=False, pickled=True)
+    file = tmp_path / "eagle" / "pytorch_model.bin"
+    tensors = torch.load(file)
+    torch.save(tensors, file, _use_new_zipfile_serialization=False)
+    found = open_published(tmp_path / "eagle", target_path=tiny_llama)
+    assert torch.equal(found.read("fc.weight"), tensors["fc.weight"])
+    torch.save({1: torch.zeros(1), **tensors}, file)
+    with pytest.raises(ValueError, match="expected tensors by their names"):
+        open_published(tmp_path / "eagle", target_path=tiny_llama)
+    for content in (b"", b"hello world"):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"expected tensors as torch\.save writes them"):
+            open_published(tmp_path / "eagle", target_path=tiny_llama)
 
 
 def test_a_pickle_that_would_run_code_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
