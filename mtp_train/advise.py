@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 
 def _reports(cfg: DictConfig) -> tuple[dict[str, ReportData], dict[str, Path]]:
-    """The reports by their runs' folders. ValueError where there is none, or their targets differ."""
+    """The reports, and the folders that they lie in, by what ``runs`` calls them. ValueError where there is none, one is named twice, or
+    their targets differ."""
     from mtp_train.acceptance.report import JSON, read_report
 
     if not cfg.runs:
@@ -35,7 +36,9 @@ def _reports(cfg: DictConfig) -> tuple[dict[str, ReportData], dict[str, Path]]:
     for given in plain(cfg.runs):
         path = Path(given)
         folder = path if (path / JSON).is_file() else path / "report"
-        reports[str(given)], folders[str(given)] = read_report(folder), folder.parent
+        if folder.resolve() in [known.resolve() for known in folders.values()]:
+            raise ValueError(f"runs: expected each run once, found {given} again; leave one out")
+        reports[str(given)], folders[str(given)] = read_report(folder), folder
     stated = {run: (data.target.get("name"), data.target.get("fingerprint")) for run, data in reports.items()}
     if len({fingerprint for _, fingerprint in stated.values()}) > 1:
         said = "; ".join(f"{run}: {name} ({str(fingerprint)[:16]})" for run, (name, fingerprint) in stated.items())
@@ -50,7 +53,7 @@ def _measured_tables(reports: Mapping[str, ReportData], folders: Mapping[str, Pa
 
     tables: dict[str, tuple[CostTable, ...]] = {}
     for run, data in reports.items():
-        beside = read_costs(folders[run] / "report")
+        beside = read_costs(folders[run])
         names = {(table.engine, table.head) for table in beside}
         tables[run] = (*beside, *(table for table in data.costs if (table.engine, table.head) not in names))
 
@@ -58,9 +61,10 @@ def _measured_tables(reports: Mapping[str, ReportData], folders: Mapping[str, Pa
         here = [table for table in tables[run] if table.engine == engine and head in (None, table.head)]
         if not here:
             name = head or "none"
+            where = f"--run {folders[run].parent}" + ("" if folders[run].name == "report" else f" --out {folders[run]}")
             raise ValueError(
                 f"costs: expected times of {engine} for {head or 'the target'}, found none in {run}; run "
-                f"tools/measure_costs.py --run {run} --name {name} --engine {engine}, or take another "
+                f"tools/measure_costs.py {where} --name {name} --engine {engine}, or take another "
                 "engine's (costs=hf) or modelled ones (costs=modelled)"
             )
         found = min(here, key=lambda table: table.head is not None)  # without a head, the target's own table first
@@ -77,6 +81,10 @@ def _measured_tables(reports: Mapping[str, ReportData], folders: Mapping[str, Pa
     return table_of
 
 
+# Heads that a modelled table knows the cost of: a decoder layer of the target and its lm_head.
+_MODELLED = ("mtp", "eagle", "eagle3")
+
+
 def _modelled_tables(cfg: DictConfig, reports: Mapping[str, ReportData], workload: Workload, *, hardware: Hardware) -> TableOf:
     from mtp_train.advising.modelled import Rates, modelled_costs
     from mtp_train.planning.sizes import read_target_sizes, target_folder
@@ -89,7 +97,14 @@ def _modelled_tables(cfg: DictConfig, reports: Mapping[str, ReportData], workloa
         raise ValueError(f"target: expected the reports' {data.target.get('name')} ({stated}), found {target.name}; choose target=")
     rates = call(Rates, cfg.assume, where="assume")
 
+    words = {(run, found.name): found.word for run, data in reports.items() for found in data.heads}
+
     def table_of(run: str, head: str | None) -> CostTable:
+        if head is not None and words[run, head] not in _MODELLED:
+            raise ValueError(
+                f"costs=modelled: expected a head of one decoder layer of the target ({', '.join(_MODELLED)}), found {words[run, head]}; "
+                "measure its costs (tools/measure_costs.py)"
+            )
         return modelled_costs(
             target=target,
             fingerprint=str(data.target.get("fingerprint")),
@@ -117,6 +132,7 @@ _KINDS: dict[str, Any] = {
 def main(cfg: DictConfig) -> None:
     from rich.console import Console
 
+    from mtp_train.acceptance.report_data import WEIGHTS_FACT
     from mtp_train.advising.advice import advise, choose, to_json
     from mtp_train.advising.flags import flags, plain_flags
     from mtp_train.advising.options import find_options
@@ -127,7 +143,10 @@ def main(cfg: DictConfig) -> None:
     workload: Workload = call(Workload, cfg.workload, where="workload")
     hardware = Hardware.read(plain(cfg.hardware))
     if cfg.costs not in ("hf", "vllm", "modelled"):
-        raise ValueError(f"costs: expected hf, vllm (measured there) or modelled, found {cfg.costs}, which is not run here")
+        raise ValueError(
+            f"costs: expected hf, vllm (measured there) or modelled, found {cfg.costs} (its default is workload.serve), which is not run "
+            "here; add costs=modelled, or another engine's"
+        )
     reports, folders = _reports(cfg)
     table_of: Callable[[str, str | None], CostTable]
     if cfg.costs == "modelled":
@@ -140,10 +159,13 @@ def main(cfg: DictConfig) -> None:
     if recommended is None:
         pasted = plain_flags(name)
     else:
-        run = recommended.family.run
-        words = {head.name: head.word for head in reports[run].heads}
-        pasted = flags(recommended, run=folders[run], head_word=words[recommended.family.head], target=name)
-    advice = advise(found, workload, target=name, hardware=f"{hardware.num_devices} x {hardware.device}", flags=pasted)
+        family = recommended.family
+        (head,) = (head for head in reports[family.run].heads if head.name == family.head)
+        pasted = flags(recommended, run=folders[family.run].parent, target=name, weights=head.facts.get(WEIGHTS_FACT))
+    # Times that were measured are those of the machine that they were taken on, whatever was asked for.
+    measured_on = ", ".join(dict.fromkeys(option.table.device for option in found.options if option.table.source == "measured"))
+    machine = measured_on or f"{hardware.num_devices} x {hardware.device}"
+    advice = advise(found, workload, target=name, hardware=machine, flags=pasted)
     print_advice(advice, Console(width=None if sys.stdout.isatty() else 160))
     if cfg.out is not None:
         out = Path(cfg.out)

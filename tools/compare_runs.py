@@ -7,7 +7,6 @@ of all heads and schemes, the fastest first; differences are paired over the sam
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 
@@ -19,19 +18,17 @@ def main() -> int:
 
     from mtp_train.acceptance.report import JSON, print_summary, read_report, write_report
     from mtp_train.acceptance.report_merge import merge_reports
+    from mtp_train.faults import telling
 
     folders = [run if (run / JSON).is_file() else run / "report" for run in arguments.runs]
     names = [(folder.resolve().parent if folder.resolve().name == "report" else folder.resolve()).name for folder in folders]
-    try:
+    with telling("compare_runs"):
         if len(set(names)) < len(names):
             raise ValueError(f"runs: expected folders with names of their own, by which heads are told apart, found {names}")
         if arguments.out.resolve() in [folder.resolve() for folder in folders]:
             raise ValueError(f"--out: expected a folder of its own, found that of a run's report, {arguments.out}")
         data = merge_reports({name: read_report(folder) for name, folder in zip(names, folders, strict=True)})
         write_report(data, arguments.out)
-    except ValueError as error:
-        print(f"compare_runs: {error}", file=sys.stderr)
-        return 2
     print_summary(data, arguments.out)
     return 0
 

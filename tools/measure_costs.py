@@ -26,7 +26,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--num-tokens", type=int, nargs="+", default=[1, 2, 4, 6], help="that the target reads of each sequence; 1: plain decoding"
     )
-    parser.add_argument("--draft-lengths", type=int, nargs="+", default=[1, 5], help="each one less than one of --num-tokens")
+    parser.add_argument(
+        "--draft-lengths", type=int, nargs="+", default=[1, 5], help="each one less than one of --num-tokens; Medusa's: up to its num_heads"
+    )
     parser.add_argument("--context-tokens", type=int, default=256, help="that each sequence holds")
     parser.add_argument("--num-repeats", type=int, default=9)
     parser.add_argument("--seed", type=int, default=0)
@@ -95,11 +97,11 @@ def measure(arguments: argparse.Namespace) -> Path:
 
 def main() -> int:
     arguments = parse()
-    try:
+
+    from mtp_train.faults import telling
+
+    with telling("measure_costs"):
         path = measure(arguments)
-    except ValueError as error:
-        print(f"measure_costs: {error}", file=sys.stderr)
-        return 2
 
     from rich.console import Console
     from rich.table import Table

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -34,6 +35,15 @@ def timing(batch_size: int, num_tokens: int, seconds: Sequence[float], *, less: 
     """A cell from its repeats, ``less`` taken off each (what is timed on top of something else, and never below 0)."""
     low, middle, high = (max(0.0, value - less) for value in statistics.quantiles(seconds, n=4, method="inclusive"))
     return Timing(batch_size=batch_size, num_tokens=num_tokens, seconds=middle, low_s=low, high_s=high, num_repeats=len(seconds))
+
+
+def _seconds(cell: Timing) -> float:
+    return cell.seconds
+
+
+def _half_width(cell: Timing) -> float:
+    """Half of the 95% interval of a cell's median, seconds (the notch of a box plot: McGill, Tukey and Larsen 1978)."""
+    return 1.57 * (cell.high_s - cell.low_s) / math.sqrt(cell.num_repeats)
 
 
 class Shape(NamedTuple):
@@ -78,6 +88,8 @@ class CostTable:
                 raise ValueError(f"costs: {name}: expected each batch size with each number of tokens once, found {found}")
             if any(not (cell.seconds > 0 or (cell.seconds == 0 and name == "drafting")) for cell in cells):
                 raise ValueError(f"costs: {name}: expected times above 0, found {[cell.seconds for cell in cells]}")
+            if any(not (0 <= cell.low_s <= cell.seconds <= cell.high_s < math.inf and cell.num_repeats > 0) for cell in cells):
+                raise ValueError(f"costs: {name}: expected medians between their quartiles, found {cells}")
         if 1 not in self.verified_tokens:
             raise ValueError(f"costs: verify: expected plain decoding (num_tokens 1) among the cells, found {self.verified_tokens}")
         if self.drafting and len(_axis(self.drafting, "num_tokens")) < 2:
@@ -131,8 +143,21 @@ class CostTable:
         step = max(0.0, (last - first) / (lengths[-1] - lengths[0]))
         return step, max(0.0, first - lengths[0] * step)
 
-    def _at(self, cells: Sequence[Timing], batch_size: float, num_tokens: float) -> float:
-        by_place = {(cell.batch_size, cell.num_tokens): cell.seconds for cell in cells}
+    def unsureness(self, batch_size: float, shape: Shape) -> float:
+        """Half the width of the 95% interval of a step's time over a plain pass', as a share of it: how sure the medians are by the
+        quartiles that they were timed with."""
+        step = self.costs(batch_size, shape)
+        seconds = step.verify + step.overhead + shape.num_draft_steps * step.draft_step
+        errors = [self._at(self.verify, batch_size, 1, _half_width) / step.plain]
+        errors.append(self._at(self.verify, batch_size, shape.num_verified, _half_width) / seconds)
+        if shape.num_draft_steps:
+            lengths = _axis(self.drafting, "num_tokens")
+            length = min(max(shape.num_draft_steps, lengths[0]), lengths[-1])
+            errors.append(self._at(self.drafting, batch_size * shape.width, length, _half_width) / seconds)
+        return math.hypot(*errors)
+
+    def _at(self, cells: Sequence[Timing], batch_size: float, num_tokens: float, of: Callable[[Timing], float] = _seconds) -> float:
+        by_place = {(cell.batch_size, cell.num_tokens): of(cell) for cell in cells}
         batches, tokens = _axis(cells, "batch_size"), _axis(cells, "num_tokens")
         (low, high, share), (few, many, part) = (
             _between(batches, batch_size, "batch sizes"),

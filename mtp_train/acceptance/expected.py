@@ -1,10 +1,11 @@
 """What speculation should be worth: measured acceptance, cut at each draft length, over the measured costs of a step.
 
-Intervals are those of the acceptance (bootstrap over prompts); the costs are taken as their medians.
+Intervals hold the acceptance's (bootstrap over prompts) and how sure the timed medians are, which are independent of it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -42,7 +43,7 @@ def expected(prompts: Sequence[PromptAcceptance], *, shape: Shape, depth: int, t
     step = shape.num_draft_steps * costs.draft_step + costs.verify + costs.overhead
     mean = Costs(plain=costs.plain, draft_step=0.0, verify=share * step + (1.0 - share) * costs.plain, overhead=0.0)
     per_token = speedup(tokens=1.0, num_draft_steps=0, costs=mean)
-    return Expected(depth, shape, tokens, _scaled(tokens, per_token, 0.0))
+    return Expected(depth, shape, tokens, _widened(_scaled(tokens, per_token, 0.0), table.unsureness(batch_size, shape)))
 
 
 def shape_of(acceptance: Acceptance, depth: int) -> Shape:
@@ -135,23 +136,36 @@ def single_token(first_rate: Interval, *, table: CostTable, batch_size: float) -
     return _scaled(first_rate, per_token, per_token)
 
 
-def break_even(prompts: Sequence[PromptAcceptance], *, shape: Shape, depth: int, table: CostTable) -> float | None:
-    """The batch size up to which, from 1 on, speculation is expected to be faster than plain decoding, by linear interpolation;
-    None: at all that were timed. 0: at none. Batch sizes at which a tree's rows were not timed are left out."""
-    before: tuple[float, float] | None = None
-    for batch_size in table.batch_sizes:
-        try:
-            gain = expected(prompts, shape=shape, depth=depth, table=table, batch_size=batch_size).speedup.value
-        except ValueError:
-            if before is None:
-                raise
-            break
-        if gain <= 1:
-            if before is None:
-                return 0.0
-            return before[0] + (batch_size - before[0]) * (before[1] - 1) / (before[1] - gain)
-        before = (float(batch_size), gain)
-    return None
+class FasterRange(NamedTuple):
+    """Numbers of sequences at which something is faster than plain decoding: from ``first``, a number that was timed, up to ``until``
+    (None: the most that were timed), which is interpolated."""
+
+    first: int
+    until: float | None
+
+
+def faster_range(gains: Sequence[tuple[int, float]], *, around: float) -> FasterRange | None:
+    """The range that holds ``around``, or else the first one; None where there is none. ``gains``: number of sequences and speed-up,
+    ascending."""
+    found: list[FasterRange] = []
+    before: tuple[int, float] | None = None
+    for batch_size, gain in gains:
+        if gain > 1 and (not found or found[-1].until is not None):
+            found.append(FasterRange(batch_size, None))
+        elif gain <= 1 and found and found[-1].until is None and before is not None:
+            until = before[0] + (batch_size - before[0]) * (before[1] - 1) / (before[1] - gain)
+            found[-1] = found[-1]._replace(until=until)
+        before = batch_size, gain
+    holding = [item for item in found if item.first <= around and (item.until is None or around <= item.until)]
+    return next(iter([*holding, *found]), None)
+
+
+def _widened(found: Interval, share: float) -> Interval:
+    """An interval that holds an independent unsureness of its factor too, given as a share of it: half-widths add as squares."""
+    if found.low is None or found.high is None:
+        return found
+    low, high = (math.hypot(edge - found.value, share * found.value) for edge in (found.low, found.high))
+    return Interval(found.value, found.value - low, found.value + high)
 
 
 def _scaled(found: Interval, factor: float, shift: float) -> Interval:

@@ -15,6 +15,7 @@ from mtp_train.typed import fit
 Part = TypeVar("Part")
 
 FORMAT_VERSION = 2
+WEIGHTS_FACT = "weights sha256"  # the fact of a head that says which one it is: how the hash begins
 ESTIMATE = "estimate"  # Acceptance.measured_by of the walk over the cache
 
 

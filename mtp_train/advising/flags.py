@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 
 from mtp_train.acceptance.report_way import NO_HEAD
 from mtp_train.advising.options import Option
+from mtp_train.exporter.base import MANIFEST
 from mtp_train.exporter.served import SERVE, read_served, serve_command
+from mtp_train.runtime import read_object
 
+_NAME = "Put your target's path or hub id in the name's place."
 # SGLang's word for how a head drafts, by the head's own; MTP heads draft as EAGLE's do.
 _SGLANG = {"mtp": "EAGLE", "eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE"}
 
@@ -26,20 +29,19 @@ class Flags(NamedTuple):
 def plain_flags(target: str) -> list[Flags]:
     """Without drafts."""
     return [
-        Flags("vllm", shlex.join(["vllm", "serve", target]), []),
-        Flags("sglang", shlex.join(["python", "-m", "sglang.launch_server", "--model-path", target]), ["Not run here."]),
+        Flags("vllm", shlex.join(["vllm", "serve", target]), [_NAME]),
+        Flags("sglang", shlex.join(["python", "-m", "sglang.launch_server", "--model-path", target]), ["Not run here.", _NAME]),
     ]
 
 
-def flags(option: Option, *, run: Path, head_word: str, target: str) -> list[Flags]:
-    """For every engine that serves the option. ``run`` is the run's folder, where the head was exported to; ``head_word`` its
-    architecture; ``target`` the name to serve where no export says where the target is."""
+def flags(option: Option, *, run: Path, target: str, weights: str | None) -> list[Flags]:
+    """For every engine that serves the option. ``run`` is the run's folder, where the head was exported to; ``target`` the name to serve
+    where no export says where the target is; ``weights``: how the sha256 of the measured head's weights begins (None: not known)."""
     found = []
-    decoding = option.family.decoding
-    if decoding in ("chain", "prompt_lookup"):
-        found.append(_vllm(option, run, target))
-    if decoding == "prompt_lookup" or (decoding in ("chain", "dynamic_tree") and head_word in _SGLANG):
-        found.append(_sglang(option, run, head_word, target))
+    if option.family.is_served("vllm"):
+        found.append(_vllm(option, run, target, weights))
+    if option.family.is_served("sglang"):
+        found.append(_sglang(option, run, target))
     return [*found, _reference(option, run)]
 
 
@@ -48,7 +50,7 @@ def _settings(option: Option) -> Mapping[str, Any]:
     return found
 
 
-def _vllm(option: Option, run: Path, target: str) -> Flags:
+def _vllm(option: Option, run: Path, target: str, weights: str | None) -> Flags:
     if option.family.decoding == "prompt_lookup":
         settings = _settings(option)
         config = {
@@ -58,11 +60,15 @@ def _vllm(option: Option, run: Path, target: str) -> Flags:
             "prompt_lookup_min": settings["min_ngram"],
         }
         command = serve_command(target=target, speculative_config=config, hf_overrides=None, flags=())
-        return Flags("vllm", command, ["Put your target's path or hub id in the name's place."])
+        return Flags("vllm", command, [_NAME])
     folder = run / "served" / f"{option.family.head}-vllm"
-    if not (folder / SERVE).is_file():
+    manifest = folder / MANIFEST
+    exported = read_object(manifest, {"identity": dict}, remedy="export it again")["identity"] if manifest.is_file() else {}
+    if not (folder / SERVE).is_file() or (
+        weights is not None and not str(exported.get("head_weights_sha256", weights)).startswith(weights)
+    ):
         words = shlex.join(["python", "-m", "mtp_train.export", f"run={run}", f"name={option.family.head}", "exporter=vllm"])
-        return Flags("vllm", None, [f"Export the head first, with the target's settings, and call advise again: {words}"])
+        return Flags("vllm", None, [f"Export the head that was measured, with the target's settings, and call advise again: {words}"])
     served = read_served(folder)
     config = {**served.speculative_config, "num_speculative_tokens": option.num_speculative_tokens}
     if option.family.draft_sampling == "probabilistic":  # its default is greedy
@@ -72,17 +78,20 @@ def _vllm(option: Option, run: Path, target: str) -> Flags:
     return Flags("vllm", command, notes)
 
 
-def _sglang(option: Option, run: Path, head_word: str, target: str) -> Flags:
+def _sglang(option: Option, run: Path, target: str) -> Flags:
     words = ["python", "-m", "sglang.launch_server", "--model-path", target]
     k = option.num_speculative_tokens
     if option.family.decoding == "prompt_lookup":
-        words += ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(k)]
-        return Flags("sglang", shlex.join(words), ["Not run here."])
+        words += ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(option.shape.num_verified)]
+        return Flags("sglang", shlex.join(words), ["Not run here.", _NAME])
     width = option.shape.width if option.family.decoding == "dynamic_tree" else 1
-    words += ["--speculative-algorithm", _SGLANG[head_word], "--speculative-draft-model-path", str(run / "served" / option.family.head)]
+    words += ["--speculative-algorithm", _SGLANG[option.family.word], "--speculative-draft-model-path", f"{option.family.head}-sglang"]
     words += ["--speculative-num-steps", str(k), "--speculative-eagle-topk", str(width)]
     words += ["--speculative-num-draft-tokens", str(option.shape.num_verified)]
-    return Flags("sglang", shlex.join(words), ["Not run here; the head has to be exported under the names that SGLang's class wants."])
+    notes = [
+        f"Not run here. {option.family.head}-sglang: the head under the names that SGLang's class wants, which no exporter writes yet."
+    ]
+    return Flags("sglang", shlex.join(words), [*notes, _NAME])
 
 
 def _reference(option: Option, run: Path) -> Flags:
@@ -99,4 +108,8 @@ def _reference(option: Option, run: Path) -> Flags:
     else:
         changed = {key: value for key, value in _settings(option).items() if key not in ("refresh", "from_prompt")}
         words += [f"decoding.{key}={value}" for key, value in changed.items()]
-    return Flags("hf", shlex.join(words), ["Measures it in the reference engine, with the settings of the run beside it."])
+    return Flags(
+        "hf",
+        shlex.join(words),
+        ["Measures it in the reference engine; add the target's settings, and those that the run was measured with."],
+    )

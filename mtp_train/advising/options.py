@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mtp_train.acceptance.costs import CostTable, Shape
-from mtp_train.acceptance.expected import Expected, break_even, expected_lengths
+from mtp_train.acceptance.expected import Expected, FasterRange, expected_lengths, faster_range
 from mtp_train.acceptance.interval import Interval
 from mtp_train.acceptance.report_data import ReportData
 from mtp_train.acceptance.report_summary import Figures, summarise
@@ -21,17 +21,29 @@ _SERVES: Mapping[Serve, tuple[str, ...]] = {
     "sglang": ("chain", "dynamic_tree", "prompt_lookup"),
     "hf": ("chain", "eagle_tree", "dynamic_tree", "medusa_tree", "prompt_lookup", "lookahead"),
 }
+# Schemes whose drafts are chains of tokens, each behind the one before.
+CHAINS = ("chain", "prompt_lookup")
 TableOf = Callable[[str, str | None], CostTable]
 
 
 class Family(NamedTuple):
-    """What is the same for all draft lengths of an option."""
+    """What is the same for all draft lengths of an option; ``word``: the head's architecture."""
 
     run: str
     head: str
+    word: str
     decoding: str
     drafted: str
     draft_sampling: str
+
+    def is_served(self, engine: Serve) -> bool:
+        """Whether the engine drafts so. vLLM takes each Medusa head's argmax; SGLang knows no such heads, and judges drafts as chosen
+        by a rule."""
+        if self.decoding not in _SERVES[engine]:
+            return False
+        if engine == "vllm":
+            return not (self.word == "medusa" and self.draft_sampling == "probabilistic")
+        return engine == "hf" or not (self.word == "medusa" or self.draft_sampling == "probabilistic")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +72,7 @@ class Option:
         """``mtp, chain, K = 3, greedy drafts``."""
         family, k = self.family, self.num_speculative_tokens
         drafts = "" if family.decoding in NO_HEAD else f", {family.draft_sampling} drafts"
-        if family.decoding in ("chain", "prompt_lookup"):
+        if family.decoding in CHAINS:
             return f"{family.head}, {family.decoding.replace('_', ' ')}, K = {k}{drafts}"
         return f"{family.head}, {family.decoding}, depth {k}, {self.shape.num_verified - 1} nodes{drafts}"
 
@@ -79,7 +91,9 @@ def find_options(reports: Mapping[str, ReportData], workload: Workload, *, table
     """
     options: list[Option] = []
     left_out: list[str] = []
-    for family, by_temperature in _families(reports, workload).items():
+    families = _families(reports, workload)
+    _check_same_prompts(families, workload)
+    for family, by_temperature in families.items():
         try:
             options += _options(family, by_temperature, workload, table_of=table_of)
         except ValueError as fault:
@@ -100,12 +114,13 @@ def _families(reports: Mapping[str, ReportData], workload: Workload) -> dict[Fam
             raise ValueError(
                 f"workload.prompt_set: expected one that {run} measured ({', '.join(s.name for s in data.prompt_sets)}), found {name!r}"
             )
+        words = {head.name: head.word for head in data.heads}
         for section in summarise(data).sections:
             if section.prompt_set.name != name:
                 continue
             for figures in section.measured:
                 way = section.way
-                family = Family(run, figures.head, way.decoding, way.drafted, way.draft_sampling)
+                family = Family(run, figures.head, words[figures.head], way.decoding, way.drafted, way.draft_sampling)
                 here = found.setdefault(family, {})
                 if way.temperature not in here or figures.measurement.acceptance.measured_by == workload.serve:
                     here[way.temperature] = figures
@@ -115,6 +130,23 @@ def _families(reports: Mapping[str, ReportData], workload: Workload) -> dict[Fam
         if family.draft_sampling == "probabilistic" and 0.0 in greedy:
             by_temperature.setdefault(0.0, greedy[0.0])
     return found
+
+
+def _check_same_prompts(families: Mapping[Family, Mapping[float, Figures]], workload: Workload) -> None:
+    """ValueError where two runs measured other prompts of the workload's kind: the one with the easier ones would win."""
+    seen: tuple[str, set[tuple[str, int]]] | None = None
+    for family, by_temperature in families.items():
+        for figures in by_temperature.values():
+            prompts = figures.measurement.acceptance.prompts
+            here = {(prompt.prompt_id, prompt.num_prompt_tokens) for prompt in prompts if workload.fits(prompt)}
+            if seen is None:
+                seen = family.run, here
+            elif family.run != seen[0] and here != seen[1]:
+                raise ValueError(
+                    f"runs: expected heads measured on the same prompts, found {len(seen[1])} of the workload's kind in {seen[0]} and "
+                    f"{len(here)} in {family.run}, {len(seen[1] ^ here)} of them in one only; name a prompt set that both measured "
+                    "(workload.prompt_set=), or evaluate both on the same"
+                )
 
 
 def _options(family: Family, by_temperature: Mapping[float, Figures], workload: Workload, *, table_of: TableOf) -> list[Option]:
@@ -143,7 +175,7 @@ def _options(family: Family, by_temperature: Mapping[float, Figures], workload: 
             tokens=item.tokens,
             speedup=Interval(*(None if value is None else value * share for value in item.speedup)),  # type: ignore[arg-type]
             batch_size=batch,
-            served=family.decoding in _SERVES[workload.serve],
+            served=family.is_served(workload.serve),
             measured=measured,
             table=table,
         )
@@ -209,14 +241,20 @@ def prompts_of(option: Option, workload: Workload) -> list[list[PromptAcceptance
     return [workload.of(figures.measurement.acceptance.prompts) for figures in option.measured]
 
 
-def break_even_of(option: Option, workload: Workload) -> float | None:
-    """The number of sequences up to which the option is expected to be faster than plain decoding at as many: the smaller where it
-    stands on two measurements; None: at all that were timed, 0: at none."""
-    found = [
-        break_even(prompts, shape=option.shape, depth=option.num_speculative_tokens, table=option.table)
-        for prompts in prompts_of(option, workload)
-    ]
-    return min((value for value in found if value is not None), default=None)
+def faster_ranges_of(option: Option, workload: Workload) -> tuple[FasterRange | None, FasterRange | None]:
+    """Numbers of sequences around the option's own at which its family, with the best draft length for each, is expected to be faster
+    than plain decoding of as many; and those at which the option's own length is. Numbers at which a tree's rows were not timed are
+    left out."""
+    best: list[tuple[int, float]] = []
+    own: list[tuple[int, float]] = []
+    for batch_size in option.table.batch_sizes:
+        try:
+            found = lengths_at(option, workload, batch_size)
+        except ValueError:
+            continue
+        best.append((batch_size, max(item.speedup.value for item in found)))
+        own += [(batch_size, item.speedup.value) for item in found if item.num_speculative_tokens == option.num_speculative_tokens]
+    return faster_range(best, around=option.batch_size), faster_range(own, around=option.batch_size)
 
 
 def lengths_at(option: Option, workload: Workload, batch_size: int) -> list[Expected]:

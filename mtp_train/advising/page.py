@@ -9,14 +9,14 @@ from mtp_train.acceptance.report_costs import Rows, rows_markdown
 from mtp_train.acceptance.report_markdown import escape
 from mtp_train.acceptance.report_summary import interval_text
 from mtp_train.advising.advice import Advice
-from mtp_train.advising.options import Option
+from mtp_train.advising.options import CHAINS, Option
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _DRAFT = (
     "A draft pays when what it adds to a pass of the target is worth more than what it adds to the pass's time. What it adds are the "
-    "tokens accepted, which a report counts; its time are the head's forwards and the target's reading of more than one token per "
+    "tokens accepted, which a report counts; what it costs are the head's forwards and the target's reading of more than one token per "
     "sequence, which is nearly free where the target waits for memory and costs by the token where it is busy."
 )
 _LENGTH = (
@@ -61,7 +61,7 @@ def markdown(advice: Advice) -> str:
         "## What this rests on",
         "",
         "- Acceptance as measured, cut at shorter drafts as if they began at the same places; intervals are 95% bootstrap intervals over "
-        "prompts. Costs are medians, whose own spread is not in the interval; prompts' reading is left out.",
+        "prompts, those of speed-ups with the unsureness of the timed medians too; prompts' reading is left out.",
         *(f"- {escape(label)}" for label in dict.fromkeys(option.table.label for option in advice.found.options)),
         "",
     ]
@@ -69,9 +69,9 @@ def markdown(advice: Advice) -> str:
 
 
 def options_table(advice: Advice, *, most: int = 12) -> Rows:
-    """The fastest options, each family's best length first among its own."""
+    """The fastest options, and the recommended one wherever it stands."""
     rows = []
-    for option in advice.found.options[:most]:
+    for option in [found for number, found in enumerate(advice.found.options) if number < most or found is advice.recommended]:
         mark = "recommended" if option is advice.recommended else "" if option.served else f"not in {advice.workload.serve}"
         rows.append([option.text, interval_text(option.tokens), f"{interval_text(option.speedup)}×", str(option.batch_size), mark])
     rows.append(["plain decoding", "1", "1×", "", "recommended" if advice.recommended is None else ""])
@@ -85,9 +85,9 @@ def _shapes(options: Sequence[Option]) -> list[str]:
         best: dict[str, Option] = {}
         for option in options:
             if option.family.head == head:
-                best.setdefault("chain" if option.family.decoding in ("chain", "prompt_lookup") else "tree", option)
+                best.setdefault("chain" if option.family.decoding in CHAINS else "tree", option)
         said += [f"- {escape(option.text)}: {escape(interval_text(option.speedup))}×" for option in best.values()]
-    if not any(option.shape.width > 1 for option in options):
+    if all(option.family.decoding in CHAINS for option in options):
         said.append("- No tree was measured: evaluate with decoding=dynamic\\_tree, which stands beside the chains.")
     return said
 

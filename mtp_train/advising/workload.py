@@ -35,22 +35,26 @@ class Workload:
             raise ValueError(f"workload.temperature: expected 0 (greedy) or more, found {self.temperature}")
         if self.concurrency < 1:
             raise ValueError(f"workload.concurrency: expected at least 1 request at once, found {self.concurrency}")
+        if self.categories == ():
+            raise ValueError("workload.categories: expected categories such as [coding], or null for all, found an empty list")
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < self.min_prompt_tokens:
             raise ValueError(
                 f"workload.max_prompt_tokens: expected at least min_prompt_tokens ({self.min_prompt_tokens}), found "
                 f"{self.max_prompt_tokens}"
             )
 
-    def of(self, prompts: Sequence[PromptAcceptance]) -> list[PromptAcceptance]:
-        """Those of the workload's kind. ValueError where there is none, or none that was drafted for, with what there is."""
+    def fits(self, prompt: PromptAcceptance) -> bool:
+        """Whether a prompt is of the workload's kind."""
         longest = self.max_prompt_tokens
-        found = [
-            prompt
-            for prompt in prompts
-            if (self.categories is None or prompt.category in self.categories)
+        return (
+            (self.categories is None or prompt.category in self.categories)
             and self.min_prompt_tokens <= prompt.num_prompt_tokens
             and (longest is None or prompt.num_prompt_tokens <= longest)
-        ]
+        )
+
+    def of(self, prompts: Sequence[PromptAcceptance]) -> list[PromptAcceptance]:
+        """Those of the workload's kind. ValueError where there is none, or none that was drafted for, with what there is."""
+        found = [prompt for prompt in prompts if self.fits(prompt)]
         if not any(prompt.num_drafts for prompt in found):
             lengths = [prompt.num_prompt_tokens for prompt in prompts]
             raise ValueError(

@@ -12,7 +12,16 @@ from typing import Any
 from mtp_train.acceptance.alike import unlike
 from mtp_train.acceptance.costs import FOLDER, CostTable, read_costs
 from mtp_train.acceptance.report import read_certificate
-from mtp_train.acceptance.report_data import Aim, MarkedAnswer, Measurement, PromptSet, ReportData, TrainedHead, part_from_json
+from mtp_train.acceptance.report_data import (
+    WEIGHTS_FACT,
+    Aim,
+    MarkedAnswer,
+    Measurement,
+    PromptSet,
+    ReportData,
+    TrainedHead,
+    part_from_json,
+)
 from mtp_train.checkpoint import WEIGHTS, read_head_config
 from mtp_train.decoding.base import Decoding
 from mtp_train.engine.base import SpeculateRequest
@@ -21,7 +30,6 @@ from mtp_train.runtime import SEAL, atomic_write_json, check_seal, log, read_jso
 
 _HEAD_FILES = ("head.json", "head.*.json")
 _METRICS = "metrics.jsonl"
-_WEIGHTS = "weights sha256"  # the fact of a head that says which one it is
 _STAGES = ("regenerate", "precompute")
 _LABELS = {
     "project": ("held-out prompts", "the project's own held-out prompts in eight categories, and long ones; none near a training prompt"),
@@ -97,7 +105,7 @@ def write_head(
     if there is None or any(there.get(key) != said[key] for key in said.keys() - {"provenance"}):
         atomic_write_json(path, {**document, SEAL: seal(document)})
     for other, found in _documents(folder, name=name):
-        if other != path and found["head"]["facts"].get(_WEIGHTS) != head.facts.get(_WEIGHTS):
+        if other != path and found["head"]["facts"].get(WEIGHTS_FACT) != head.facts.get(WEIGHTS_FACT):
             log(f"evaluate: {other.name} was measured with other weights of {name} and leaves the report; run it again")
             other.unlink()
 
@@ -153,7 +161,7 @@ def _facts(config: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], *, n
         "steps": last.get("step"),
         "tokens trained on": last.get("tokens"),
         "losses": json.dumps(settings.get("losses")),
-        _WEIGHTS: config["weights_sha256"][:16],
+        WEIGHTS_FACT: config["weights_sha256"][:16],
     }
 
 

@@ -12,7 +12,15 @@ from mtp_train.target.spec import TargetSpec
 
 
 def measure_costs(engine: Engine, *, target: TargetSpec, checkpoint: Path | None, draft: Path | None, asked: CostsAsked) -> CostTable:
-    """``checkpoint`` is the head (None: the target alone), ``draft`` what the engine loads of it."""
+    """``checkpoint`` is the head (None: the target alone), ``draft`` what the engine loads of it.
+
+    Errors: ValueError where the sequences would be longer than the target has positions for.
+    """
+    if (longest := asked.context_tokens + asked.num_tokens[-1]) > target.max_positions:
+        raise ValueError(
+            f"context_tokens: expected at most {target.max_positions - asked.num_tokens[-1]} before {asked.num_tokens[-1]} tokens that are "
+            f"judged ({target.name} has {target.max_positions} positions), found {asked.context_tokens}, {longest} in all"
+        )
     found = engine.time_steps(draft, asked)
     sha256 = None if checkpoint is None else read_head_config(checkpoint)["weights_sha256"]
     return CostTable(

@@ -37,10 +37,8 @@ class _Cell(NamedTuple):
 
 @torch.inference_mode()
 def time_steps(target: TargetModel, head: Head | None, asked: CostsAsked, *, max_prefill_tokens: int) -> StepTimes:
-    """All cells, ``num_repeats`` rounds over all of them after one that is thrown away. Errors: ValueError for a head that does
-    not draft chains."""
-    if head is not None and head.method == "medusa":
-        raise ValueError("costs: expected a head that drafts token after token, found parallel heads (medusa); time the target alone")
+    """All cells, ``num_repeats`` rounds over all of them after one that is thrown away. Parallel heads say all tokens at once: of
+    theirs what comes once a step is all but everything, and a further token next to nothing."""
     bench = _Bench(target, head, asked, max_prefill_tokens=max_prefill_tokens)
     cells = [_Cell("verify", batch, tokens) for batch in asked.batch_sizes for tokens in asked.num_tokens]
     if head is not None:

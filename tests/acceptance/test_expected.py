@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Callable
 
 import pytest
 
-from mtp_train.acceptance.costs import CostTable, Shape, chain_shape
+from mtp_train.acceptance.costs import CostTable, Timing, chain_shape
 from mtp_train.acceptance.expected import (
     best_for_acceptance,
     best_of,
-    break_even,
     cuts,
     expected,
     expected_lengths,
+    faster_range,
     shape_of,
     single_token,
 )
@@ -133,21 +134,37 @@ def test_best_of_what_was_worked_out(acceptance_of: AcceptanceOf, cheap_table: C
     assert best_of(never) == (0, 1.0) and best_of([]) == (0, 1.0)
 
 
-def test_break_even_is_where_the_line_crosses_one(acceptance_of: AcceptanceOf, cheap_table: CostTable) -> None:
-    prompts = chains(acceptance_of, 0.6).prompts
+def test_break_even_is_where_the_line_crosses_one() -> None:
+    gains = [(1, 1.5), (2, 1.4), (4, 1.2), (8, 0.8), (16, 0.5)]
+    assert faster_range(gains, around=1) == (1, pytest.approx(4 + 4 * 0.2 / 0.4))
+    assert faster_range(gains[:3], around=1) == (1, None)
+    assert faster_range([(1, 0.9), (2, 1.0)], around=1) is None
+    assert faster_range(gains, around=16) == (1, pytest.approx(6.0)), "none holds it: the first"
+    late = [(1, 0.9), (2, 1.1), (4, 0.9), (8, 1.2)]
+    assert faster_range(late, around=1) == faster_range(late, around=2) == (2, pytest.approx(3.0))
+    assert faster_range(late, around=8) == (8, None), "what is asked about, not what comes first"
 
-    def at(batch_size: float) -> float:
-        return expected(prompts, shape=chain_shape(4), depth=4, table=cheap_table, batch_size=batch_size).speedup.value
 
-    found = break_even(prompts, shape=chain_shape(4), depth=4, table=cheap_table)
-    assert found is not None and 4 < found < 8 and at(4) > 1 > at(8)
-    assert found == pytest.approx(4 + 4 * (at(4) - 1) / (at(4) - at(8)))
-    assert break_even(chains(acceptance_of, 0.95).prompts, shape=chain_shape(4), depth=4, table=cheap_table) is None
-    assert break_even(chains(acceptance_of, 0.0).prompts, shape=chain_shape(4), depth=4, table=cheap_table) == 0
-    wide = Shape(4, 8, 5)  # timed for one sequence only
-    assert break_even(prompts, shape=wide, depth=4, table=cheap_table) is None
-    with pytest.raises(ValueError, match="found 16"):
-        break_even(prompts, shape=Shape(4, 16, 5), depth=4, table=cheap_table)
+def test_an_interval_holds_how_sure_the_times_are(acceptance_of: AcceptanceOf, cost_table: CostTable) -> None:
+    """Quartiles a tenth apart over 25 repeats: each median is sure to 1.57 x 0.1 / 5, three of them make a step's time over a plain one."""
+    prompts, shape = chains(acceptance_of, 0.6).prompts, chain_shape(3)
+
+    def spread(cells: tuple[Timing, ...]) -> tuple[Timing, ...]:
+        return tuple(dataclasses.replace(c, low_s=0.95 * c.seconds, high_s=1.05 * c.seconds, num_repeats=25) for c in cells)
+
+    noisy = dataclasses.replace(cost_table, verify=spread(cost_table.verify), drafting=spread(cost_table.drafting))
+    costs = cost_table.costs(2, shape)
+    drafting = costs.overhead + 3 * costs.draft_step
+    half = 1.57 * 0.1 / 5
+    unsure = noisy.unsureness(2, shape)
+    assert unsure == pytest.approx(
+        half * math.hypot(1, costs.verify / (costs.verify + drafting), drafting / (costs.verify + drafting)), rel=0.1
+    )
+    quiet, found = (expected(prompts, shape=shape, depth=3, table=table, batch_size=2).speedup for table in (cost_table, noisy))
+    assert found.value == quiet.value and quiet.low is not None and quiet.high is not None
+    assert found.low == pytest.approx(found.value - math.hypot(quiet.value - quiet.low, unsure * quiet.value))
+    assert found.high == pytest.approx(found.value + math.hypot(quiet.high - quiet.value, unsure * quiet.value))
+    assert cost_table.unsureness(2, shape) == 0
 
 
 def test_single_token_schedule_runs_the_head_over_both_rows(cost_table: CostTable) -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from mtp_train.acceptance.costs import CostTable, Timing
 from mtp_train.acceptance.report_data import Measurement, PromptSet, ReportData, TrainedHead
+from mtp_train.advising.advice import Advice, advise
+from mtp_train.advising.options import find_options
 from mtp_train.advising.workload import Workload
 from mtp_train.records import Acceptance, PromptAcceptance
 
@@ -133,3 +135,15 @@ def table() -> Callable[..., CostTable]:
 @pytest.fixture
 def workload() -> Callable[..., Workload]:
     return make_workload
+
+
+@pytest.fixture
+def ask() -> Callable[..., Advice]:
+    """The advice on one run that measured these."""
+
+    def make(*acceptances: Any, costs: CostTable | None = None, heads: tuple[str, ...] = (), **asked: Any) -> Advice:
+        found_for: Workload = make_workload(**asked)
+        found = find_options({"run": make_report(*acceptances, heads=heads)}, found_for, table_of=lambda run, head: costs or make_table())
+        return advise(found, found_for, target="tiny", hardware="2 x core", flags=[])
+
+    return make

@@ -9,22 +9,9 @@ from typing import Any
 
 import pytest
 
-from mtp_train.acceptance.costs import CostTable
-from mtp_train.advising.advice import Advice, advise, choose, to_json
-from mtp_train.advising.options import find_options
-from mtp_train.advising.workload import Workload
+from mtp_train.advising.advice import choose, to_json
 
 Make = Callable[..., Any]
-
-
-@pytest.fixture
-def ask(report: Make, table: Make, workload: Make) -> Make:
-    def make(*acceptances: Any, costs: CostTable | None = None, heads: tuple[str, ...] = (), **asked: Any) -> Advice:
-        found_for: Workload = workload(**asked)
-        found = find_options({"run": report(*acceptances, heads=heads)}, found_for, table_of=lambda run, head: costs or table())
-        return advise(found, found_for, target="tiny", hardware="2 x core", flags=[])
-
-    return make
 
 
 def test_one_sequence_gets_a_long_chain_and_a_crowd_none(ask: Make, acceptance: Make) -> None:
@@ -34,7 +21,7 @@ def test_one_sequence_gets_a_long_chain_and_a_crowd_none(ask: Make, acceptance: 
     crowd = ask(acceptance(0.3), concurrency=16)
     assert crowd.recommended is None and crowd.answer == "Plain decoding: no drafts."
     assert any("is below 1: it would be slower" in reason for reason in crowd.reasons)
-    assert crowd.break_even is not None and crowd.break_even < 16
+    assert crowd.faster is not None and crowd.faster.until is not None and crowd.faster.until < 16
 
 
 def test_by_batch_the_draft_shrinks_until_plain_decoding_takes_over(ask: Make, acceptance: Make) -> None:
@@ -43,7 +30,53 @@ def test_by_batch_the_draft_shrinks_until_plain_decoding_takes_over(ask: Make, a
     best = [0 if row[1] == "plain decoding" else int(row[1].removeprefix("K = ")) for row in advice.by_batch.rows]
     assert best == sorted(best, reverse=True) and best[0] > 0 and best[-1] == 0
     assert [row[0] for row in advice.by_length.rows] == ["1", "2", "3", "4"]
-    assert any(reason.startswith(f"Break-even: {advice.break_even:.1f} sequences") for reason in advice.reasons)
+    assert advice.faster is not None and advice.faster.until is not None and advice.faster_as_is is not None
+    assert any(reason.startswith(f"Break-even: {advice.faster.until:.1f} sequences") for reason in advice.reasons)
+    last = max(int(row[0]) for row, k in zip(advice.by_batch.rows, best, strict=True) if k)
+    assert last <= advice.faster.until < 2 * last, "what is said is what the table shows"
+    assert any(
+        reason.startswith(f"With K = {best[0]} alone the break-even is {advice.faster_as_is.until:.1f}") for reason in advice.reasons
+    )
+
+
+def test_faster_under_load_alone_is_said_so(ask: Make, acceptance: Make, table: Make) -> None:
+    """Where a step has a cost of its own that one sequence's plain pass is small beside."""
+    verify = tuple(dataclasses.replace(c, **dict.fromkeys(("seconds", "low_s", "high_s"), float(c.batch_size))) for c in table().verify)
+    drafting = tuple(dataclasses.replace(c, **dict.fromkeys(("seconds", "low_s", "high_s"), 2.0)) for c in table().drafting)
+    advice = ask(acceptance(0.8), costs=table(verify=verify, drafting=drafting), concurrency=8)
+    assert advice.recommended is not None and advice.faster == (4, None)
+    assert any("faster than plain decoding from 4 sequences at once on, as far as was timed" in reason for reason in advice.reasons)
+    alone = ask(acceptance(0.8), costs=table(verify=verify, drafting=drafting))
+    assert alone.recommended is None and not any("every number of sequences" in reason for reason in alone.reasons)
+
+
+def test_times_that_cannot_be_are_named(ask: Make, acceptance: Make, table: Make) -> None:
+    verify = tuple(
+        dataclasses.replace(c, **dict.fromkeys(("seconds", "low_s", "high_s"), 0.85)) if (c.batch_size, c.num_tokens) == (4, 2) else c
+        for c in table().verify
+    )
+    advice = ask(acceptance(0.8), costs=table(verify=verify))
+    assert any("2 tokens of 4 sequences took 0.85 of a plain pass, which cannot be" in reason for reason in advice.reasons)
+    assert not any("cannot be" in reason for reason in ask(acceptance(0.8)).reasons)
+
+
+def test_the_fastest_that_is_established_is_recommended(ask: Make, acceptance: Make) -> None:
+    """One head looks faster over a single prompt, which establishes nothing."""
+    sure, lucky = acceptance(0.5), acceptance(0.9)
+    advice = ask(sure, dataclasses.replace(lucky, prompts=lucky.prompts[:1]), heads=("sure", "lucky"))
+    assert advice.found.options[0].family.head == "lucky"
+    assert advice.recommended is not None and advice.recommended.family.head == "sure"
+    assert any(reason.startswith("lucky, chain") and "is not established" in reason for reason in advice.reasons)
+
+
+def test_a_step_s_cost_is_that_of_its_own_number_of_sequences(ask: Make, acceptance: Make) -> None:
+    """Where throughput is the goal the speed-up is over plain decoding at another number."""
+    advice = ask(acceptance(0.8), concurrency=16, goal="throughput")
+    best = advice.best
+    assert best is not None
+    costs = best.table.costs(best.batch_size, best.shape)
+    step = (best.num_speculative_tokens * costs.draft_step + costs.verify + costs.overhead) / costs.plain
+    assert f"a step costs {step:.2f} plain passes with {best.batch_size} sequence" in advice.reasons[0]
 
 
 def test_what_is_not_established_is_not_recommended(ask: Make, acceptance: Make) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from mtp_train.acceptance.costs import CostTable
 from mtp_train.acceptance.expected import expected_lengths
 from mtp_train.acceptance.report_data import ReportData
-from mtp_train.advising.options import Found, break_even_of, find_options, lengths_at
+from mtp_train.advising.options import Found, faster_ranges_of, find_options, lengths_at
 from mtp_train.advising.workload import Workload
 from mtp_train.records import Acceptance
 
@@ -106,14 +107,43 @@ def test_what_is_missing_is_said_for_each(acceptance: Make, report: Make, table:
         find({"run": report(acceptance(0.5))}, workload(prompt_set="mine"), table())
 
 
-def test_break_even_is_the_smaller_of_two_measurements(acceptance: Make, report: Make, table: Make, workload: Make) -> None:
+def test_the_family_stays_faster_for_longer_than_one_length(acceptance: Make, report: Make, table: Make, workload: Make) -> None:
     data = report(acceptance(0.9), acceptance(0.6, temperature=1.0))
 
-    def at(temperature: float) -> float | None:
+    def at(temperature: float) -> tuple[Any, Any]:
         asked = workload(temperature=temperature)
         option = next(o for o in find({"run": data}, asked, table()).options if o.num_speculative_tokens == 4)
-        return break_even_of(option, asked)
+        return faster_ranges_of(option, asked)
 
-    hot = at(1.0)
-    assert hot is not None and at(0.5) == hot
-    assert at(0.0) is None or at(0.0) > hot  # type: ignore[operator]
+    best, own = at(1.0)
+    assert own.first == best.first == 1 and own.until is not None and (best.until is None or best.until > own.until)
+    between, _ = at(0.5)
+    assert best.until is None or between.until is None or between.until > best.until, "between two temperatures it lies between"
+
+
+def test_runs_on_other_prompts_are_no_competition(acceptance: Make, report: Make, table: Make, workload: Make) -> None:
+    """The one with the easier prompts would win."""
+    hard, easy = acceptance(0.5), acceptance(0.9)
+    few = dataclasses.replace(easy, prompts=easy.prompts[:30])
+    with pytest.raises(
+        ValueError, match=r"runs: expected heads measured on the same prompts, found 40 .* in hard and 30 in easy, 10 of them"
+    ):
+        find({"hard": report(hard), "easy": report(few)}, workload(), table())
+    found = find({"hard": report(hard), "easy": report(few)}, workload(max_prompt_tokens=200), table())
+    assert {option.family.run for option in found.options} == {"hard", "easy"}, "of the workload's kind they are the same"
+
+
+def test_what_an_engine_does_not_draft_so_is_not_served_there(acceptance: Make, report: Make, table: Make, workload: Make) -> None:
+    """vLLM takes each Medusa head's most probable token; SGLang has no such heads, and draws no drafts."""
+    drawn = acceptance(0.6, temperature=1.0, sampling="probabilistic")
+    for word, serve, sampling, served in (
+        ("medusa", "vllm", "greedy", True),
+        ("medusa", "vllm", "probabilistic", False),
+        ("medusa", "sglang", "greedy", False),
+        ("medusa", "hf", "probabilistic", True),
+        ("mtp", "vllm", "probabilistic", True),
+        ("mtp", "sglang", "probabilistic", False),
+    ):
+        measured = drawn if sampling == "probabilistic" else dataclasses.replace(drawn, draft_sampling="greedy")
+        options = find({"run": report(measured, heads=(word,))}, workload(temperature=1.0, serve=serve), table()).options
+        assert {option.served for option in options} == {served}, (word, serve, sampling)

@@ -49,3 +49,14 @@ def test_page_and_terminal(acceptance: Make, report: Make, table: Make, workload
     assert "vllm serve tiny" in shown and advice.answer.split(":")[0] in " ".join(shown.split())
     assert advice.recommended is not None
     assert f"{advice.recommended.speedup.value:.2f} [" in shown
+
+
+def test_the_recommended_option_is_in_the_table_wherever_it_stands(ask: Make, acceptance: Make) -> None:
+    """Faster ones that the engine does not serve may be many."""
+    settings = {"nodes_per_depth": [1] * 14, "refresh": True}
+    tree = acceptance(0.95, depth=14, scheme="tree", decoding="eagle_tree", num_nodes=14, notes={"decoding": settings})
+    advice = ask(tree, acceptance(0.3, depth=1))
+    assert advice.recommended is not None and advice.found.options.index(advice.recommended) >= 5
+    rows = options_table(advice, most=5).rows
+    assert len(rows) == 7 and rows[5][-1] == "recommended"
+    assert "No tree was measured" not in markdown(advice), "a tree one node wide is one"

@@ -14,6 +14,7 @@ from mtp_train.engine.base import CostsAsked
 from mtp_train.engine.costs import measure_costs
 from mtp_train.engine.hf import HfEngine
 from mtp_train.engine.hf_model import TargetModel
+from mtp_train.head.medusa import Medusa
 from mtp_train.target.spec import read_spec
 
 ASKED = CostsAsked(batch_sizes=(1, 2, 5), num_tokens=(1, 2, 4), draft_lengths=(1, 3), context_tokens=70, num_repeats=3, seed=0)
@@ -83,7 +84,7 @@ def test_a_table_is_kept_with_what_it_depends_on(counted: HfEngine, easy_target:
         table.costs(1, chain_shape(2))
 
 
-def test_context_longer_than_a_forward_and_parallel_heads(counted: HfEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_context_longer_than_a_forward(counted: HfEngine) -> None:
     """The engine reads 64 tokens at once; the context of 70 comes in two pieces."""
     assert counted.max_prefill_tokens < ASKED.context_tokens
     head = counted._head(Path("unused"))
@@ -92,9 +93,27 @@ def test_context_longer_than_a_forward_and_parallel_heads(counted: HfEngine, mon
     assert all(drafter.cache.lengths == [70] * 5 for drafter in bench.drafters.values())  # type: ignore[attr-defined]
     bench.prepare(hf_costs._Cell("verify", 2, 4))()
     assert bench.cache.lengths == [70] * 5, "what was timed is not counted in"
-    monkeypatch.setattr(type(head), "method", "medusa")
-    with pytest.raises(ValueError, match="found parallel heads"):
-        counted.time_steps(Path("unused"), ASKED)
+
+
+def test_parallel_heads_are_timed_too(easy_target: Path, make_engine: Any) -> None:
+    """Chains and trees of theirs run the heads once, however many tokens are taken of them."""
+    engine: HfEngine = make_engine(
+        easy_target,
+        load_head=lambda _, shared: Medusa(
+            target_path=easy_target, shared=shared, num_heads=3, num_layers=1, own_lm_heads=False, init="zeros", trust_remote_code=False
+        ),
+    )
+    found = engine.time_steps(Path("unused"), ASKED)
+    assert {(cell.batch_size, cell.num_tokens) for cell in found.drafting} == {(b, k) for b in (1, 2, 5) for k in (1, 3)}
+    assert all(cell.seconds > 0 for cell in found.drafting)
+    with pytest.raises(ValueError, match="expected at most 3, which this head speaks about at once, found 5"):
+        engine.time_steps(Path("unused"), dataclasses.replace(ASKED, num_tokens=(1, 2, 6), draft_lengths=(1, 5)))
+
+
+def test_more_context_than_the_target_has_positions_for_is_refused(counted: HfEngine, easy_target: Path) -> None:
+    target = dataclasses.replace(read_spec(easy_target, name="easy"), max_positions=72)
+    with pytest.raises(ValueError, match=r"context_tokens: expected at most 68 before 4 .*easy has 72 positions\), found 70, 74 in all"):
+        measure_costs(counted, target=target, checkpoint=None, draft=None, asked=ASKED)
 
 
 @pytest.mark.parametrize(
