@@ -40,11 +40,22 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def check_schemes(arguments: argparse.Namespace) -> None:
+    """ValueError where a scheme is none, or nothing would be certified."""
+    from mtp_train.stage import known_words
+
+    if unknown := sorted(set(arguments.schemes or ()) - set(known_words("decoding"))):
+        raise ValueError(f"schemes: expected some of {known_words('decoding')}, found {unknown}")
+    if not arguments.temperatures and not arguments.checkpoint:
+        raise ValueError("temperatures: expected some, or --checkpoint with heads whose greedy texts are compared, found neither")
+
+
 def sampled(arguments: argparse.Namespace, target: Any, unfinished: Any) -> list[Any]:
-    """Every scheme at every temperature on the small target."""
-    from mtp_train.acceptance.certificate import SampledCase
+    """Every scheme at every temperature on the small target. ValueError, before anything is drawn, where too little would be."""
+    from mtp_train.acceptance.certificate import SampledCase, check_num_draws
     from mtp_train.engine.certificate import cases, draw_case
 
+    check_num_draws(arguments.num_draws, num_cells=len(target.joint(1.0)))
     asked = [case for case in cases(arguments.temperatures) if arguments.schemes is None or case.decoding.word in arguments.schemes]
     found = []
     for number, case in enumerate(asked, 1):
@@ -73,14 +84,15 @@ def greedy(arguments: argparse.Namespace, unfinished: Any) -> list[Any]:
     from mtp_train.engine.hf import HfEngine
     from mtp_train.engine.measure import requests_of
     from mtp_train.prompt.load import load_prompts
-    from mtp_train.stage import build, conf_dir, head_loader, load_word, open_target
+    from mtp_train.stage import build, head_loader, known_words, load_word, open_target
 
     target = open_target(OmegaConf.create(load_word("target", arguments.target_word)))
     prompts, _ = load_prompts(**{**load_word("benchmark", arguments.prompts), "limit": arguments.num_prompts})
-    requests, _ = requests_of(prompts, target.template, max_length_tokens=4096)
+    limit = target.length_limit(4096)
+    requests, _ = requests_of(prompts, target.template, max_length_tokens=limit, max_new_tokens=arguments.max_new_tokens)
     node = {**load_word("engine", "hf"), "dtype": "float32", "batch_size": arguments.batch_size}
     engine: HfEngine = build(node, target_path=target.path, trust_remote_code=target.trust_remote_code, load_head=head_loader(target))
-    words = arguments.schemes or sorted(path.stem for path in (conf_dir() / "decoding").glob("*.yaml"))
+    words = arguments.schemes or known_words("decoding")
     found = []
     for decoding in (build(load_word("decoding", word)) for word in words):
         for checkpoint in arguments.checkpoint if decoding.needs_head else [None]:
@@ -100,6 +112,10 @@ def greedy(arguments: argparse.Namespace, unfinished: Any) -> list[Any]:
                 )
 
             found.append(unfinished.get(f"greedy texts, {decoding.word}, {checkpoint}", GreedyCase, compare))
+    if not found:
+        raise ValueError(
+            f"schemes: expected one that the heads can draft with, found {words}; medusa_tree is Medusa's, the others' trees are not"
+        )
     return found
 
 
@@ -109,13 +125,15 @@ def main() -> int:
     from mtp_train.acceptance.certificate import Certificate
     from mtp_train.acceptance.report import write_certificate
     from mtp_train.engine.certificate import SmallTarget, Unfinished
+    from mtp_train.faults import telling
     from mtp_train.runtime import provenance
 
     made_by = provenance()
     code = {"git_commit": made_by["git_commit"], "packages": made_by["packages"]}
     settings = {name: str(value) for name, value in vars(arguments).items()}
     unfinished = Unfinished(path=arguments.out / "certificate.unfinished.json", identity={"settings": settings, "code": code})
-    try:
+    with telling("certify"):
+        check_schemes(arguments)
         with tempfile.TemporaryDirectory() as folder:
             target = SmallTarget(Path(folder), vocabulary=arguments.vocabulary, seed=arguments.seed)
             certificate = Certificate(
@@ -125,11 +143,8 @@ def main() -> int:
                 target=target.description,
                 provenance={"settings": settings, **made_by},
             )
-    except ValueError as error:
-        print(f"certify: {error}", file=sys.stderr)
-        return 2
-    path = write_certificate(certificate, arguments.out)
-    unfinished.path.unlink(missing_ok=True)
+        path = write_certificate(certificate, arguments.out)
+        unfinished.path.unlink(missing_ok=True)
     print(path.with_suffix(".md").read_text(encoding="utf-8"))
     print(f"certificate: {path}")
     return 0 if certificate.holds else 1

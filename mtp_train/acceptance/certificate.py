@@ -9,6 +9,7 @@ plain decoding token for token (``identity.py``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from mtp_train.acceptance.verify import expected_distance
 # fall once in a thousand certificates (divided by the number of cases, Bonferroni).
 KL_BOUND_NATS = 0.01
 LEAST_P_VALUE = 0.001
+# Of the bound, the most that the bias of exact draws may be: else the bound says little, or exact draws exceed it.
+_MOST_BIAS = 0.25
 # Cells of fewer expected draws are pooled for the p-value, whose distribution is an approximation (Cochran 1954).
 LEAST_EXPECTED = 5.0
 
@@ -90,16 +93,29 @@ class Certificate:
     @property
     def text(self) -> str:
         """The verdict in one sentence."""
+        assert self.sampled or self.greedy, "a certificate of nothing"
         cells = max((case.distances.num_cells for case in self.sampled), default=0)
         bias = max((case.distances.bias_nats for case in self.sampled), default=0.0)
         worst = max((case.distances.kl_nats for case in self.sampled), default=0.0)
         least = min((case.distances.p_value for case in self.sampled), default=1.0)
         same = sum(case.identity.num_identical for case in self.greedy)
         asked = sum(case.identity.num_prompts for case in self.greedy)
-        return (
-            f"{'Lossless' if self.holds else 'NOT lossless'}: {len(self.sampled)} sampled cases over up to {cells} cells, largest KL "
-            f"{worst:.5f} nats (bound {KL_BOUND_NATS:g}; {bias:.5f} of it would be the bias of exact draws), least p-value {least:.3g} "
-            f"(must be {self.least_p_value:.1e} or more); greedy texts the same as plain decoding: {same} of {asked}."
+        drawn = (
+            f"{len(self.sampled)} sampled cases over up to {cells} cells, largest KL {worst:.5f} nats (bound {KL_BOUND_NATS:g}; "
+            f"{bias:.5f} of it would be the bias of exact draws), least p-value {least:.3g} (must be {self.least_p_value:.1e} or more)"
+        )
+        texts = f"greedy texts the same as plain decoding: {same} of {asked}"
+        said = "; ".join([drawn if self.sampled else "no sampled case", texts if self.greedy else "no greedy texts compared"])
+        return f"{'Lossless' if self.holds else 'NOT lossless'}: {said}."
+
+
+def check_num_draws(num_draws: int, *, num_cells: int) -> None:
+    """ValueError for too few draws, whose frequencies would be far from the law though each is exact."""
+    least = math.ceil((num_cells - 1) / (2 * _MOST_BIAS * KL_BOUND_NATS))
+    if num_draws < least:
+        raise ValueError(
+            f"num_draws: expected at least {least} for {num_cells} cells, so that the bias of exact draws is at most {_MOST_BIAS:g} of the "
+            f"bound ({KL_BOUND_NATS:g} nats), found {num_draws}; draw more, or take a smaller vocabulary"
         )
 
 

@@ -11,7 +11,7 @@ from mtp_train.acceptance.report_data import ReportData, from_json, part_from_js
 from mtp_train.acceptance.report_html import page
 from mtp_train.acceptance.report_markdown import certificate_markdown, escape, markdown, print_tables
 from mtp_train.acceptance.report_summary import Section, Summary, summarise
-from mtp_train.runtime import SEAL, atomic_write_json, atomic_write_text, check_seal, read_json, read_object, seal
+from mtp_train.runtime import SEAL, atomic_write_json, atomic_write_text, check_seal, read_object, seal
 
 JSON, MARKDOWN, HTML = "report.json", "report.md", "index.html"
 CERTIFICATE_JSON, CERTIFICATE_MARKDOWN = "certificate.json", "certificate.md"
@@ -62,14 +62,22 @@ def write_certificate(certificate: Certificate, out: Path) -> Path:
     ``evaluate`` puts it into the report."""
     lines = ["# Losslessness certificate", "", escape(certificate.text), "", *certificate_markdown(certificate)]
     atomic_write_text(out / CERTIFICATE_MARKDOWN, "\n".join(lines) + "\n")
-    atomic_write_json(out / CERTIFICATE_JSON, dataclasses.asdict(certificate))
+    document = {"certificate": dataclasses.asdict(certificate)}
+    atomic_write_json(out / CERTIFICATE_JSON, {**document, SEAL: seal(document)})
     return out / CERTIFICATE_JSON
 
 
 def read_certificate(out: Path) -> Certificate | None:
-    """The certificate that ``write_certificate`` wrote into ``out``; None where there is none."""
-    path = out / CERTIFICATE_JSON
-    return part_from_json(Certificate, read_json(path)) if path.is_file() else None
+    """The certificate that ``write_certificate`` wrote into ``out``; None where there is none. ValueError where it is damaged."""
+    path, remedy = out / CERTIFICATE_JSON, "delete it, and run tools/certify.py again"
+    if not path.is_file():
+        return None
+    document = read_object(path, {"certificate": dict}, remedy=remedy)
+    check_seal(document, where=path, remedy=remedy)
+    try:
+        return part_from_json(Certificate, document["certificate"])
+    except ValueError as fault:
+        raise ValueError(f"{path}: {fault}; {remedy}") from None
 
 
 def figures_json(summary: Summary) -> dict[str, Any]:

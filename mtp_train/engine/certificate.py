@@ -7,6 +7,7 @@ token of an answer comes from the prefill and is summed out.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,7 +31,7 @@ from mtp_train.engine.measure import prove_identity
 from mtp_train.head.base import Head, ParallelHead
 from mtp_train.head.mtp import Mtp
 from mtp_train.nn.attention import PackedAttention
-from mtp_train.runtime import atomic_write_json, log, read_json
+from mtp_train.runtime import atomic_write_json, log, read_object
 from mtp_train.target.weights import SharedWeights
 
 Finished = TypeVar("Finished", SampledCase, GreedyCase)
@@ -49,6 +50,10 @@ class Case:
     decoding: Decoding
     draft_sampling: DraftSampling
     temperature: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperatures: expected numbers above 0 for sampled cases, found {self.temperature}")
 
     @property
     def key(self) -> str:
@@ -103,6 +108,8 @@ class SmallTarget:
     def __init__(self, folder: Path, *, vocabulary: int, seed: int) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
 
+        if vocabulary < 2:
+            raise ValueError(f"vocabulary: expected at least 2 tokens, between which something is drawn, found {vocabulary}")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             config = LlamaConfig(
@@ -234,7 +241,14 @@ class Unfinished:
     done: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.path.is_file() and (found := read_json(self.path))["identity"] == self.identity:
+        if not self.path.is_file():
+            return
+        try:
+            found = read_object(self.path, {"identity": dict, "done": dict[str, dict]}, remedy="its cases are made again")
+        except ValueError as fault:
+            log(str(fault))
+            return
+        if found["identity"] == self.identity:
             self.done = found["done"]
 
     def get(self, key: str, kind: type[Finished], make: Callable[[], Finished]) -> Finished:

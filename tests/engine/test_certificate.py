@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtp_train.acceptance.certificate import KL_BOUND_NATS, Certificate, GreedyCase, SampledCase, distances
+from mtp_train.acceptance.certificate import KL_BOUND_NATS, Certificate, GreedyCase, SampledCase, check_num_draws, distances
 from mtp_train.acceptance.draft import ROOT, Draft, Judged, chain
 from mtp_train.acceptance.identity import Difference, Identity
 from mtp_train.acceptance.report import read_certificate, write_certificate
@@ -21,6 +24,7 @@ from mtp_train.engine import certificate as drawing
 from mtp_train.engine import hf_verify
 from mtp_train.engine.certificate import Case, SmallTarget, Unfinished, cases, draw_case
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 # 27 cells: the bias of exact draws is 26 / 4000 = 0.0065 nats.
 VOCABULARY, DRAWS = 3, 2000
 SHORT = {case.key: case for case in cases([1.0])}
@@ -206,9 +210,14 @@ def test_it_is_written_and_comes_back(tmp_path: Path) -> None:
     certificate = _certificate()
     path = write_certificate(certificate, tmp_path)
     assert read_certificate(tmp_path) == certificate
-    assert json.loads(path.read_text())["sampled"][0]["distances"]["bias_nats"] == 1 / 200
+    document = json.loads(path.read_text())
+    assert document["certificate"]["sampled"][0]["distances"]["bias_nats"] == 1 / 200
     text = path.with_suffix(".md").read_text()
     assert "bias, nats" in text and "3 of 4" in text and "gap of the target" in text
+    document["certificate"]["sampled"][0]["distances"]["kl_nats"] = 1e-9
+    path.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=r"certificate\.json: .*changed or damaged.*certify"):
+        read_certificate(tmp_path)
 
 
 def test_an_interrupted_run_goes_on_and_other_code_starts_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,6 +233,37 @@ def test_an_interrupted_run_goes_on_and_other_code_starts_anew(tmp_path: Path, c
     assert len(asked) == 1 and "k is done already" in capsys.readouterr().err
     Unfinished(path=path, identity={"code": "b"}).get("k", SampledCase, make)
     assert len(asked) == 2
+    path.write_text("{}")
+    Unfinished(path=path, identity={"code": "b"}).get("k", SampledCase, make)
+    assert len(asked) == 3 and "its cases are made again" in capsys.readouterr().err
+
+
+def test_what_would_certify_nothing_is_refused(tmp_path: Path) -> None:
+    """Too few draws lie far from the law though each is exact; a temperature of 0 draws nothing."""
+    check_num_draws(40_000, num_cells=64)
+    with pytest.raises(ValueError, match=r"num_draws: expected at least 12600 for 64 cells, .*found 2000"):
+        check_num_draws(2000, num_cells=64)
+    with pytest.raises(ValueError, match="temperatures: expected numbers above 0 for sampled cases, found 0"):
+        cases([0.0])
+    with pytest.raises(ValueError, match="vocabulary: expected at least 2 tokens"):
+        SmallTarget(tmp_path, vocabulary=1, seed=0)
+    assert "no greedy texts compared" in dataclasses.replace(_certificate(), greedy=()).text
+    assert _certificate().text.count(";") and "no sampled case" in dataclasses.replace(_certificate(), sampled=()).text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--schemes", "chian"], "schemes: expected some of ['chain', "),
+        (["--temperatures"], "temperatures: expected some, or --checkpoint"),
+        (["--num-draws", "100"], "num_draws: expected at least 12600 for 64 cells"),
+    ],
+)
+def test_the_tool_refuses_before_it_draws(tmp_path: Path, words: list[str], said: str) -> None:
+    command = [sys.executable, str(REPOSITORY / "tools" / "certify.py"), "--out", str(tmp_path), *words]
+    done = subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_every_scheme_is_certified_with_every_kind_of_drafts() -> None:
