@@ -14,7 +14,7 @@ call is continued by calling it again. Writes norms.html, norms.md and what they
 from __future__ import annotations
 
 import argparse
-import sys
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,11 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    try:
+
+    from mtp_train.faults import telling
+
+    with telling("ablate_norms"):
         path = ablate(arguments)
-    except ValueError as error:
-        print(f"ablate_norms: {error}", file=sys.stderr)
-        return 2
     print(path.with_suffix(".md").read_text(encoding="utf-8"))
     print(f"page: {path}")
     return 0
@@ -54,7 +54,7 @@ def ablate(arguments: argparse.Namespace) -> Path:
     """Make what is missing, train, measure, write the page; its path."""
     from omegaconf import OmegaConf
 
-    from mtp_train.ablation.grid import MIXTURES, Place, cells, train_all
+    from mtp_train.ablation.grid import MIXTURES, Place, cells, keep_settings, train_all
     from mtp_train.ablation.measure import measure
     from mtp_train.ablation.page import write_page
     from mtp_train.cache.reader import CacheReader
@@ -62,6 +62,8 @@ def ablate(arguments: argparse.Namespace) -> Path:
     from mtp_train.stage import head_loader, load_word, open_target
     from mtp_train.target.weights import read_shared
 
+    stated = ("run", "heldout", "target_word", "max_new_tokens", "num_channels", "factor", "num_speculative_tokens", "settings")
+    keep_settings(arguments.out, {key: json.loads(json.dumps(getattr(arguments, key), default=str)) for key in stated})
     node = load_word("target", arguments.target_word)
     target = open_target(OmegaConf.create(node))
     places = {"real": Place(words=(f"target={arguments.target_word}",), cache=arguments.run / "cache")}

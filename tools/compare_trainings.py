@@ -27,7 +27,9 @@ from mtp_train.acceptance.interval import Interval, paired_difference, rates_and
 from mtp_train.cache.reader import CacheReader
 from mtp_train.engine.base import Sampling
 from mtp_train.engine.estimate_from_cache import estimate
+from mtp_train.faults import telling
 from mtp_train.records import PromptAcceptance
+from mtp_train.run import check_name
 from mtp_train.runtime import atomic_write_json, atomic_write_text, provenance
 from mtp_train.stage import head_loader, load_word, open_target
 from mtp_train.target.weights import read_shared
@@ -58,7 +60,8 @@ def train(words: argparse.Namespace, name: str, settings: str, seed: int) -> Pat
         *shlex.split(words.common),
         *shlex.split(settings),
     ]
-    subprocess.run(command, check=True)
+    if (done := subprocess.run(command, check=False)).returncode:
+        raise ValueError(f"{name}: expected a training that ends with status 0, found {done.returncode}; above it says why")
     return out
 
 
@@ -114,7 +117,24 @@ def report(
 
 def main() -> None:
     words = parse()
-    variants = dict((part.strip() for part in variant.split(":", 1)) for variant in words.variants)
+    with telling("compare_trainings"):
+        compare(words)
+
+
+def named(variants: Sequence[str]) -> dict[str, str]:
+    """The settings by their variant's name. ValueError for one without a name, or with another's."""
+    found: dict[str, str] = {}
+    for variant in variants:
+        name, colon, settings = variant.partition(":")
+        if not colon or name.strip() in found:
+            said = f"{name.strip()!r} again" if colon else f"{variant!r}, without a colon"
+            raise ValueError(f"variants: expected 'name: settings' with names of their own (settings may be empty), found {said}")
+        found[check_name(name.strip(), key="variants")] = settings.strip()
+    return found
+
+
+def compare(words: argparse.Namespace) -> None:
+    variants = named(words.variants)
     found = {
         name: [measure(words, train(words, name, settings, seed), seed) for seed in words.seeds] for name, settings in variants.items()
     }

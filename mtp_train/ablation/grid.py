@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mtp_train.checkpoint import is_whole
 from mtp_train.head.pair import NORMS
-from mtp_train.runtime import atomic_write_json, environment_apart, progress, read_json
+from mtp_train.runtime import atomic_write_json, environment_apart, progress, read_json, read_object
 
 # Mixtures by name. ``feedback`` has no weights and says nothing at depth 0; it goes with all.
 MIXTURES: dict[str, tuple[str, ...]] = {
@@ -24,7 +25,7 @@ MIXTURES: dict[str, tuple[str, ...]] = {
     "output": ("output",),
     "all": NORMS,
 }
-LOG, STOPPED = "train.log", "stopped.json"
+LOG, STOPPED, SETTINGS = "train.log", "stopped.json", "settings.ablation.json"
 # As trainer/finite.py words it.
 _NOT_FINITE = re.compile(r"(step \d+: expected a finite loss and gradient.*)")
 
@@ -60,6 +61,18 @@ def cells(targets: Sequence[str], mixtures: Sequence[str], seeds: Sequence[int])
     if len(set(seeds)) != len(seeds) or not seeds:
         raise ValueError(f"seeds: expected different numbers, found {list(seeds)}")
     return [Cell(target=target, mixture=mixture, seed=seed) for seed in seeds for target in targets for mixture in mixtures]
+
+
+def keep_settings(out: Path, settings: Mapping[str, Any]) -> None:
+    """Write what all cells of an ablation share into its folder. ValueError where it was begun with other settings: what is trained and
+    measured there already would be shown as if it were theirs."""
+    path = out / SETTINGS
+    remedy = f"choose another --out, or delete {out}"
+    there = read_object(path, {"settings": dict}, remedy=remedy)["settings"] if path.is_file() else settings
+    if odd := sorted(key for key in {*there, *settings} if there.get(key) != settings.get(key)):
+        said = "; ".join(f"{key}: there {there.get(key)}, now {settings.get(key)}" for key in odd)
+        raise ValueError(f"{out}: expected the settings that the ablation was begun with, found others ({said}); {remedy}")
+    atomic_write_json(path, {"settings": dict(settings)})
 
 
 def command(cell: Cell, place: Place, *, out: Path, settings: Sequence[str]) -> list[str]:

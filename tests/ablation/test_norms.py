@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mtp_train.ablation.grid import MIXTURES, Cell, Place, cells, command, ended, stopped_at, train_all
+from mtp_train.ablation.grid import MIXTURES, Cell, Place, cells, command, ended, keep_settings, stopped_at, train_all
 from mtp_train.ablation.measure import Counted, Line, Measured
 from mtp_train.ablation.page import rows, write_page
 from mtp_train.runtime import read_json
@@ -43,6 +43,13 @@ def test_command_lines_differ_in_the_norms_and_the_seed_alone(tmp_path: Path) ->
         cells(["real"], ["most"], [0])
     with pytest.raises(ValueError, match="different numbers"):
         cells(["real"], ["none"], [0, 0])
+
+
+def test_what_is_there_is_not_shown_as_if_other_settings_had_made_it(tmp_path: Path) -> None:
+    keep_settings(tmp_path, {"settings": ["num_steps=40"], "factor": 256.0})
+    keep_settings(tmp_path, {"settings": ["num_steps=40"], "factor": 256.0})
+    with pytest.raises(ValueError, match=r"settings: there \['num_steps=40'\], now \['num_steps=80'\]\); choose another --out"):
+        keep_settings(tmp_path, {"settings": ["num_steps=80"], "factor": 256.0})
 
 
 def test_seeds_are_added_up_and_prompts_paired() -> None:
