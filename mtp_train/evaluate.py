@@ -118,13 +118,14 @@ def _prompt_sets(cfg: DictConfig, target: OpenTarget) -> dict[str, list[Speculat
     from mtp_train.prompt.load import load_prompts
 
     used, limit = _used_sets(cfg), target.length_limit(cfg.max_length_tokens)
+    most_new = max(cfg.max_new_tokens, cfg.identity.max_new_tokens if cfg.identity.num_prompts != 0 else 0)
     found = {}
     for name, node in plain(cfg.prompt_sets).items():
         if name not in used:
             continue
         prompts, counts = call(load_prompts, node, where=f"prompt_sets.{name}")
         log(f"{name}: {counts.summary()}")
-        found[name], skipped = requests_of(prompts, target.template, max_length_tokens=limit)
+        found[name], skipped = requests_of(prompts, target.template, max_length_tokens=limit, max_new_tokens=most_new)
         if skipped.num_skipped:
             log(f"{name}: {skipped.summary()}")
     return found

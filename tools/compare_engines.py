@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> str:
     target = open_target(OmegaConf.create(load_word("target", arguments.target_word) if arguments.target_path is None else local))
     prompts, _ = load_prompts(**{**load_word("benchmark", arguments.prompts), "limit": arguments.num_prompts})
     longest = target.length_limit(4096)
-    requests, _ = requests_of(prompts, target.template, max_length_tokens=longest - arguments.max_new_tokens)
+    requests, _ = requests_of(prompts, target.template, max_length_tokens=longest, max_new_tokens=arguments.max_new_tokens)
     changed = {"dtype": arguments.dtype, "batch_size": arguments.batch_size}
     common = {"target_path": target.path, "trust_remote_code": target.trust_remote_code}
     hf: HfEngine = build({**load_word("engine", "hf"), **changed}, **common, load_head=head_loader(target))

@@ -55,15 +55,18 @@ class Pieces:
         return measurement
 
 
-def requests_of(prompts: Sequence[Prompt], template: ChatTemplate, *, max_length_tokens: int) -> tuple[list[SpeculateRequest], SkipCounts]:
-    """The first turn of each prompt as token ids; what the template refuses or what is too long is counted."""
+def requests_of(
+    prompts: Sequence[Prompt], template: ChatTemplate, *, max_length_tokens: int, max_new_tokens: int
+) -> tuple[list[SpeculateRequest], SkipCounts]:
+    """The first turn of each prompt as token ids; what the template refuses, or leaves no room for an answer, is counted."""
     counts = SkipCounts(num_rows=len(prompts))
     requests = []
     for prompt in prompts:
         try:
             encoded = template.encode_prompt(turns_to_answer(prompt)[0])
-            if len(encoded) >= max_length_tokens:
-                raise TemplateRefusal("prompt_too_long", f"{len(encoded)} tokens leave no room for an answer within {max_length_tokens}")
+            if len(encoded) + max_new_tokens > max_length_tokens:
+                why = f"{len(encoded)} tokens leave no room for an answer of {max_new_tokens} within {max_length_tokens}"
+                raise TemplateRefusal("prompt_too_long", why)
         except TemplateRefusal as refusal:
             counts.skip(refusal.skip, row=prompt.prompt_id)
             continue

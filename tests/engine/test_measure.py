@@ -156,14 +156,14 @@ def test_requests_are_the_first_turns_and_count_what_they_leave_out(tiny_llama: 
         prompt("just", "q" * 49),
         prompt("not quite", "q" * 50),
     ]
-    found, counts = requests_of(prompts, template, max_length_tokens=length)
+    found, counts = requests_of(prompts, template, max_length_tokens=length + 2, max_new_tokens=3)
     assert [(request.prompt_id, request.category) for request in found] == [(name, f"of {name}") for name in ("short", "talk", "just")]
     assert found[1].token_ids == template.encode_prompt([{"role": "user", "content": "q1"}])
-    assert len(found[2].token_ids) == length - 1, "room for one token is room for an answer"
+    assert len(found[2].token_ids) == length - 1, "room for the whole answer, and not a token less"
     assert (counts.num_rows, counts.num_kept, counts.num_skipped) == (6, 3, 3)
     assert {reason: tally.count for reason, tally in counts.skipped.items()} == {"prompt_too_long": 2, "lone_surrogate": 1}
     with pytest.raises(ValueError, match="expected prompts to decode, found none: 0 of 1 rows kept; skipped 1 prompt_too_long"):
-        requests_of(prompts[1:2], template, max_length_tokens=20)
+        requests_of(prompts[1:2], template, max_length_tokens=20, max_new_tokens=1)
 
 
 def test_the_estimate_of_greedy_answers_is_what_was_measured(
