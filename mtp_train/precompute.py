@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_train.commandline import next_command
-from mtp_train.runtime import is_main, log, progress
+from mtp_train.runtime import is_main, log, progress, read_object
 from mtp_train.stage import OpenTarget, build, call, open_target, record, stage, start
 from mtp_train.typed import fit
 
@@ -40,6 +40,20 @@ def _check_answers(cfg: DictConfig) -> None:
 
     if cfg.answers == "own":
         read_meta(Path(cfg.responses))
+
+
+def _check_begun(cfg: DictConfig) -> None:
+    """ValueError where a cache is there that was begun with other settings, as far as they are known before the target is opened."""
+    from mtp_train.cache.format import PLAN, CacheIdentity, check_fields
+
+    path = Path(cfg.out) / PLAN
+    if not path.is_file():
+        return
+    begun = CacheIdentity.from_json(read_object(path, {"identity": dict}, remedy=f"delete {PLAN}, and call again")["identity"], where=path)
+    stated = {"codec": cfg.codec, "top_k": cfg.top_k}
+    if cfg.target_layer_ids is not None:  # else the target says how many layers it has
+        stated["target_layer_ids"] = list(cfg.target_layer_ids)
+    check_fields(stated, begun, where=Path(cfg.out))
 
 
 def _responses(cfg: DictConfig, target: OpenTarget) -> tuple[list[Response], SkipCounts]:
@@ -124,7 +138,13 @@ def _write_shards(
 @stage("precompute", kinds={"top_k": int | None, "target_layer_ids": list[int] | None, "max_bytes": str | int | None})
 def main(cfg: DictConfig) -> None:
     _check_answers(cfg)
+    _check_begun(cfg)
     target = open_target(cfg.target)
+
+    from mtp_train.target.spec import default_tap_ids, quantization_of
+
+    taps = default_tap_ids(target.spec.num_layers) if cfg.target_layer_ids is None else tuple(cfg.target_layer_ids)
+    target.spec.check_layer_ids(taps)
     chosen, counts = _responses(cfg, target)
     log(counts.summary())
     responses = {response.prompt_id: response for response in chosen}
@@ -139,11 +159,8 @@ def main(cfg: DictConfig) -> None:
     from mtp_train.cache.writer import CacheWriter
     from mtp_train.engine.base import PrefillSettings
     from mtp_train.quantity import parse_bytes
-    from mtp_train.target.spec import default_tap_ids, quantization_of
 
-    taps = default_tap_ids(target.spec.num_layers) if cfg.target_layer_ids is None else tuple(cfg.target_layer_ids)
     settings = PrefillSettings(target_layer_ids=taps, top_k=cfg.top_k)
-    target.spec.check_layer_ids(settings.target_layer_ids)
     size = CacheSize(
         codec=cfg.codec,
         hidden_size=target.spec.hidden_size,

@@ -187,19 +187,22 @@ def _loop_settings(cfg: DictConfig, *, num_steps: int) -> LoopSettings:
 
 
 def _identity(cfg: DictConfig, head: Head, train: Subset, *, num_steps: int, started_from: dict[str, str] | None) -> dict[str, Any]:
-    """The settings that decide the result: a training is continued under the same ones only."""
+    """What decides the result: a training is continued under the same only."""
+    settings = _stated_identity(cfg)
+    if cfg.schedule.kind == "cosine":  # a constant rate may be trained on for longer
+        settings["num_steps"] = num_steps
+    if started_from is not None:
+        settings["started_from"] = started_from
+    return {**settings, "head": head.draft_config(), "data": train.fingerprint()}
+
+
+def _stated_identity(cfg: DictConfig) -> dict[str, Any]:
+    """Of what decides the result all that is known before the target is opened, which takes long."""
     names = ("losses", "draft_steps", "depth_decay", "noise_scale", "precision", "seed", "tokens_per_pack", "packs_per_step", "optimizer")
     settings = {name: plain(cfg[name]) for name in (*names, "schedule")}
     for name in ("optimizer", "schedule"):
         del settings[name]["_target_"]
-    if cfg.schedule.kind == "cosine":  # a constant rate may be trained on for longer
-        settings["num_steps"] = num_steps
-    if cfg.depth_weights is not None:
-        settings["depth_weights"] = plain(cfg.depth_weights)
-    settings |= {name: plain(cfg[name]) for name in ("shuffle_shards", "mixture") if cfg[name] is not None}
-    if started_from is not None:
-        settings["started_from"] = started_from
-    return {**settings, "head": head.draft_config(), "data": train.fingerprint()}
+    return settings | {name: plain(cfg[name]) for name in ("depth_weights", "shuffle_shards", "mixture") if cfg[name] is not None}
 
 
 def _on_validate(cfg: DictConfig, target: OpenTarget, samples: Subset) -> MeasuredAcceptance | None:
@@ -250,13 +253,16 @@ def main(cfg: DictConfig) -> None:
     objective = _objective(cfg)
     optimizer, schedule, wandb, parallel = (build(cfg[key], where=key) for key in ("optimizer", "schedule", "wandb", "parallel"))
     _check_cache(cfg)
+
+    from mtp_train.trainer.state import HeadFile, check_continues, complete_steps
+
+    check_continues(Path(cfg.out), _stated_identity(cfg), only_these=True)
     target = open_target(cfg.target)
 
     from mtp_train.trainer.loop import Trainer
     from mtp_train.trainer.module import make_accelerator
     from mtp_train.trainer.probe import has_probe
     from mtp_train.trainer.start import start_from_data
-    from mtp_train.trainer.state import HeadFile, check_continues, complete_steps
 
     train, held_out = _data(cfg, target)
     plan = _plan(cfg, train)

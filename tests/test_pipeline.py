@@ -568,6 +568,15 @@ def test_a_training_of_constant_rate_can_be_lengthened(finished: Run, tmp_path: 
     assert "num_steps: begun with 8, now 9" in cosine
 
 
+def test_what_was_begun_otherwise_is_told_before_the_target_is_opened(finished: Run) -> None:
+    """Which takes long: here there is none to open."""
+    nowhere = "target.path=/nowhere"
+    assert "tokens_per_pack: begun with 256, now 128" in finished.refused("train", nowhere, "tokens_per_pack=128")
+    said = finished.refused("precompute", nowhere, "target_layer_ids=[0]")
+    assert "target_layer_ids" in said and "/nowhere" not in said
+    assert "top_k" in finished.refused("precompute", nowhere, "top_k=4")
+
+
 def test_a_name_cannot_leave_the_run(finished: Run) -> None:
     assert "it becomes a folder" in finished.refused("train", "name=../../escaped")
     for stage in ("evaluate", "export"):

@@ -200,6 +200,10 @@ def _rows(source: _Source) -> Iterator[Row]:
         raise ValueError(f"{manifest.source}: no file or folder is there, and a hub data set needs a revision (a commit), found none")
     import datasets
 
+    # What it says of a fault, and the bar that it leaves there, would stand above our own message.
+    said, bars = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.disable_progress_bars()
     try:
         rows = datasets.load_dataset(
             str(source.path) if source.path is not None else manifest.source,
@@ -216,6 +220,10 @@ def _rows(source: _Source) -> Iterator[Row]:
             f"{where}: datasets cannot load it (split {manifest.split or 'train'}): {error}"
             + (f"; {fault}; mend it, or name the files in prompt.source=[...], where such rows are counted and left out" if fault else "")
         ) from error
+    finally:
+        datasets.logging.set_verbosity(said)
+        if not bars:
+            datasets.enable_progress_bars()
     for number, value in enumerate(rows, start=1):
         yield Row(number=number, value=value)
 

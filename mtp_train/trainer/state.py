@@ -231,12 +231,14 @@ def _remedy(path: Path) -> str:
     return f"delete {path} to continue from the state before"
 
 
-def check_continues(folder: Path, settings: Mapping[str, Any]) -> None:
-    """ValueError where ``folder`` holds a training that was begun with other settings; reads no weights, writes nothing."""
+def check_continues(folder: Path, settings: Mapping[str, Any], *, only_these: bool = False) -> None:
+    """ValueError where ``folder`` holds a training that was begun with other settings; reads no weights, writes nothing.
+    ``only_these``: the others are not known yet, and may be anything."""
     steps = complete_steps(folder)
     if steps:
         path = folder / folder_name(steps[-1])
-        check_settings(settings, _read_document(path)["settings"], where=path)
+        found = _read_document(path)["settings"]
+        check_settings(settings, {key: found[key] for key in found.keys() & settings.keys()} if only_these else found, where=path)
 
 
 def check_settings(expected: Mapping[str, Any], found: Mapping[str, Any], *, where: Path) -> None:

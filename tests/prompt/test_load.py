@@ -288,7 +288,7 @@ def test_a_folder_is_read_by_datasets(tmp_path, monkeypatch):
     assert prompts[1].messages[3] == tool_talk[3]
 
 
-def test_a_broken_row_of_a_folder_is_named(tmp_path, monkeypatch):
+def test_a_broken_row_of_a_folder_is_named_and_nothing_stands_above_it(tmp_path, monkeypatch, capfd):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -298,6 +298,8 @@ def test_a_broken_row_of_a_folder_is_named(tmp_path, monkeypatch):
     (folder / "b.jsonl").write_text('{"messages": []}\n{"messages', encoding="utf-8")
     with pytest.raises(ValueError, match=r"datasets cannot load it .*; \S*b\.jsonl, row 2: line 2 .*; mend it, or name the files"):
         load(folder)
+    assert capfd.readouterr() == ("", ""), "its own words for it, or a bar"
+    assert not datasets.are_progress_bars_disabled() and datasets.logging.get_verbosity() != datasets.logging.CRITICAL
 
 
 def test_columns_of_no_known_name_are_told_with_the_remedy(tmp_path):

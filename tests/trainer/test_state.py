@@ -137,5 +137,8 @@ def test_other_settings_are_named_with_both_values(tmp_path: Path) -> None:
     check_continues(tmp_path / "nothing there", {"seed": 9})
     with pytest.raises(ValueError, match=r"optimizer\.lr: begun with 0\.1, now 0\.2\n  seed: begun with 0, now 'nothing'"):
         check_continues(tmp_path, {"optimizer": {"lr": 0.2}})
+    check_continues(tmp_path, {"seed": SETTINGS["seed"]}, only_these=True)
+    with pytest.raises(ValueError, match=r"seed: begun with 0, now 9\nset them back"):
+        check_continues(tmp_path, {"seed": 9}, only_these=True)
     with pytest.raises(ValueError, match="extra: begun with 'nothing', now 1"):
         check_settings({"extra": 1}, {}, where=tmp_path)
