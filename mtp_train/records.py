@@ -216,13 +216,15 @@ class DraftStep:
     """One depth of a head's unroll: at row t, ``hidden_TD[t]`` speaks about token t + ``ahead``.
 
     Depth k has ``ahead`` = k + 2. ``hidden_TD`` is what the lm_head reads (after the output norm, where the head has
-    one); ``project`` turns any rows of it into logits over the U tokens that the head can draft, late and in chunks, and
-    ``parameters`` are what it reads of the head's own, which the objective differentiates by apart.
+    one); ``project`` turns any rows of it into logits over the U tokens that the head can draft, late and in chunks: products with
+    the rows of ``lm_head_UD``, some of which give the logits of these tokens alone. ``parameters`` are what it reads of the head's
+    own, which the objective differentiates by apart.
     """
 
     ahead: int
     hidden_TD: torch.Tensor
     project: Callable[[torch.Tensor], torch.Tensor]
+    lm_head_UD: torch.Tensor
     parameters: tuple[torch.Tensor, ...] = ()
 
 

@@ -6,6 +6,7 @@ What is estimated, and why the walk makes it unbiased, says ``acceptance/estimat
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -15,10 +16,13 @@ from mtp_train.acceptance.estimate import Answer, answers, bases, coupled_hits, 
 from mtp_train.acceptance.verify import probabilities, request_generator
 from mtp_train.batch.packing import pack
 from mtp_train.engine.base import DraftSampling, Sampling
+from mtp_train.engine.greedy_hits import GreedyHits
 from mtp_train.head.base import Head
-from mtp_train.records import Acceptance, Batch, PromptAcceptance, Sample
+from mtp_train.nn.wanted import WantedRows
+from mtp_train.records import Acceptance, Batch, DraftStep, PromptAcceptance, Sample
+from mtp_train.target.draft_vocabulary import DraftVocabulary
 
-# Rows of logits at a time; two such blocks are alive with probabilistic drafts (p and q).
+# Rows of logits at a time where drafts are drawn; two such blocks are alive, p and q.
 _ROWS = 128
 
 
@@ -48,24 +52,20 @@ def estimate(
     for group in _groups(samples, max_batch_tokens):
         batch = pack(group).to(device)
         found = _Answers(group, batch, num_speculative_tokens=num_speculative_tokens, seed=sampling.seed)
-        for depth, step in enumerate(islice(head.unroll(batch), num_speculative_tokens)):
+        draft = None if head.draft_ids_U is None else DraftVocabulary.of(head.draft_ids_U, vocab_size=head.shared.embedding_VD.shape[0])
+        greedy = GreedyHits(batch.token_ids_T[batch.loss_mask_T], draft=draft)
+        for depth, step in enumerate(islice(head.unroll(batch, wanted=found.wanted(batch.bounds)), num_speculative_tokens)):
             dtype = str(step.hidden_TD.dtype).removeprefix("torch.")
             alive_A = found.alive(depth)
-            if not len(alive_A):
+            base_A = found.base_M[alive_A]
+            label_A = batch.token_ids_T[base_A + depth + 2]
+            if draft_sampling == "greedy" or sampling.temperature == 0:
+                found.hits_MK[alive_A, depth] = greedy(step, base_A, label_A)
+            else:
+                uniform_A = found.uniform_MK[alive_A, depth]
+                found.hits_MK[alive_A, depth] = _drawn_hits(head, batch, depth, step, base_A, label_A, uniform_A, sampling)
+            if not len(found.alive(depth + 1)):
                 break
-            for chunk_R in alive_A.split(_ROWS):
-                base_R = found.base_M[chunk_R]
-                label_R = batch.token_ids_T[base_R + depth + 2]
-                logits_RV = head.over_target(step.project(step.hidden_TD[base_R]))
-                if draft_sampling == "greedy" or sampling.temperature == 0:
-                    hit_R = logits_RV.max(-1).indices == label_R
-                else:
-                    target_RV = functional.linear(
-                        batch.hidden_TD[base_R + depth + 1].to(head.shared.lm_head_VD.dtype), head.shared.lm_head_VD
-                    )
-                    p_R, q_R = (_of_label(x_RV, label_R, sampling) for x_RV in (target_RV, logits_RV))
-                    hit_R = coupled_hits(p_R, q_R, found.uniform_MK[chunk_R, depth])
-                found.hits_MK[chunk_R, depth] = hit_R
         prompts += found.walks(sampling.max_new_tokens)
     return Acceptance(
         prompts=tuple(prompts),
@@ -107,6 +107,13 @@ class _Answers:
         inside_M = self.base_M + depth + 2 < self.end_M
         return (inside_M & self.hits_MK[:, :depth].all(-1)).nonzero(as_tuple=True)[0]
 
+    def wanted(self, bounds: Sequence[int]) -> WantedRows | None:
+        """What an unroll must compute: depth 0 of the bases, and of each later depth what is alive there."""
+        wanted = WantedRows.of(self.base_M.cpu(), bounds=bounds)
+        if wanted is None:
+            return None
+        return replace(wanted.to(self.base_M.device), still=lambda depth: self.base_M[self.alive(depth)])
+
     def walks(self, max_new_tokens: int) -> Iterator[PromptAcceptance]:
         hits = self.hits_MK.tolist()
         used = 0
@@ -122,6 +129,27 @@ class _Answers:
                 max_new_tokens=max_new_tokens,
             )
             used += count
+
+
+def _drawn_hits(
+    head: Head,
+    batch: Batch,
+    depth: int,
+    step: DraftStep,
+    base_A: torch.Tensor,
+    label_A: torch.Tensor,
+    uniform_A: torch.Tensor,
+    sampling: Sampling,
+) -> torch.Tensor:
+    """Whether each base's token was its draft, drawn from q, by the coins ``uniform_A``."""
+    lm_head_VD = head.shared.lm_head_VD
+    hits = [torch.zeros(0, dtype=torch.bool, device=base_A.device)]
+    for base_R, label_R, uniform_R in zip(*(x_A.split(_ROWS) for x_A in (base_A, label_A, uniform_A)), strict=True):
+        target_RV = functional.linear(batch.hidden_TD[base_R + depth + 1].to(lm_head_VD.dtype), lm_head_VD)
+        logits_RV = head.over_target(step.project(step.hidden_TD[base_R]))
+        p_R, q_R = (_of_label(x_RV, label_R, sampling) for x_RV in (target_RV, logits_RV))
+        hits.append(coupled_hits(p_R, q_R, uniform_R))
+    return torch.cat(hits)
 
 
 def _of_label(logits_RV: torch.Tensor, label_R: torch.Tensor, sampling: Sampling) -> torch.Tensor:

@@ -60,6 +60,11 @@ class Head(nn.Module, ABC):
         return None
 
     @property
+    def lm_head_UD(self) -> torch.Tensor:
+        """What ``project`` multiplies with."""
+        return self._shared.lm_head_VD
+
+    @property
     def projection_parameters(self) -> tuple[torch.Tensor, ...]:
         """What ``project`` reads of the head's own parameters (at any depth: each ``DraftStep`` says what it reads)."""
         return ()
@@ -131,22 +136,28 @@ class Head(nn.Module, ABC):
         means nothing, and need not be computed.
         """
         wanted = wanted if self.num_blocks == 1 else None  # a later block attends to all rows of its depth
-        for depth, drafted in enumerate(self.drafted(batch, wanted=wanted)):
+        for depth, (rows_M, drafted) in enumerate(self.drafted(batch, wanted=wanted)):
             spoken_TD = drafted.hidden_TD
-            if wanted is not None and depth:
-                spoken_TD = spoken_TD.new_zeros((batch.num_tokens, spoken_TD.shape[1])).index_copy(0, wanted.rows_M, spoken_TD)
-            yield DraftStep(ahead=depth + 2, hidden_TD=spoken_TD, project=self.project, parameters=self.projection_parameters)
+            if rows_M is not None:
+                spoken_TD = spoken_TD.new_zeros((batch.num_tokens, spoken_TD.shape[1])).index_copy(0, rows_M, spoken_TD)
+            yield DraftStep(
+                ahead=depth + 2,
+                hidden_TD=spoken_TD,
+                project=self.project,
+                lm_head_UD=self.lm_head_UD,
+                parameters=self.projection_parameters,
+            )
 
-    def drafted(self, batch: Batch, *, wanted: WantedRows | None = None) -> Iterator[Drafted]:
-        """``unroll``, with what each depth feeds back: all rows at depth 0, then the wanted ones alone."""
+    def drafted(self, batch: Batch, *, wanted: WantedRows | None = None) -> Iterator[tuple[torch.Tensor | None, Drafted]]:
+        """``unroll``, with what each depth feeds back, and the rows that there are: None for all, as at depth 0."""
         assert wanted is None or batch.share is None
         context = PackedAttention(bounds=batch.bounds, share=batch.share)
         if wanted is not None:
             context.ask(wanted)
         taps_TLD = None if batch.taps_TLD is None else own_rows(batch, batch.taps_TLD)
         hidden_TD = self.read_target(own_rows(batch, batch.hidden_TD), taps_TLD)
+        rows_M: torch.Tensor | None = None
         for depth in count():
-            rows_M = wanted.rows_M if wanted is not None and depth else None
             token_ids_T, position_T = read_tokens(batch, depth=depth), rotary_positions(batch, depth=depth)
             drafted = self.draft_to_train(
                 token_ids_T=token_ids_T if rows_M is None else token_ids_T[rows_M],
@@ -155,11 +166,15 @@ class Head(nn.Module, ABC):
                 context=context,
                 feed_forward_M=wanted.rows_M if wanted is not None and not depth else None,
             )
-            yield drafted
+            yield rows_M, drafted
             hidden_TD = drafted.feedback_TD
             if wanted is not None and not depth:
-                hidden_TD = hidden_TD[wanted.rows_M]
                 context.restrict(wanted)
+                rows_M, hidden_TD = wanted.rows_M, hidden_TD[wanted.rows_M]
+            if wanted is not None and wanted.still is not None and rows_M is not None:
+                still_M = wanted.still(depth + 1)
+                context.narrow(still_M)
+                rows_M, hidden_TD = still_M, hidden_TD[torch.searchsorted(rows_M, still_M)]
             context.next_depth()
 
     @abstractmethod

@@ -103,10 +103,10 @@ class DraftModel(Head):
 
     @property
     def projection_parameters(self) -> tuple[torch.Tensor, ...]:
-        return (self._lm_head_UD,)
+        return (self.lm_head_UD,)
 
     @property
-    def _lm_head_UD(self) -> torch.Tensor:
+    def lm_head_UD(self) -> torch.Tensor:
         return self.model.get_input_embeddings().weight if self.lm_head is None else self.lm_head.weight
 
     def row_wise(self) -> list[nn.Module]:
@@ -174,7 +174,13 @@ class DraftModel(Head):
         )
         for depth in count():
             hidden_TD = states_at(drafted.hidden_TD, depth=depth)
-            yield DraftStep(ahead=depth + 2, hidden_TD=hidden_TD, project=self.project, parameters=self.projection_parameters)
+            yield DraftStep(
+                ahead=depth + 2,
+                hidden_TD=hidden_TD,
+                project=self.project,
+                lm_head_UD=self.lm_head_UD,
+                parameters=self.projection_parameters,
+            )
 
     def draft(self, *, token_ids_T: torch.Tensor, hidden_TD: torch.Tensor, position_T: torch.Tensor, context: AttentionContext) -> Drafted:
         """Tokens at their own positions, a sequence's first one too; the hidden states are not read."""
@@ -185,7 +191,7 @@ class DraftModel(Head):
         return Drafted(own_TD, own_TD)
 
     def project(self, hidden_MD: torch.Tensor) -> torch.Tensor:
-        return functional.linear(hidden_MD, self._lm_head_UD)
+        return functional.linear(hidden_MD, self.lm_head_UD)
 
 
 def _model_config(entries: Mapping[str, Any], *, vocab_size: int, longest: int, from_checkpoint: bool) -> PreTrainedConfig:

@@ -114,6 +114,10 @@ class Eagle3(Head):
         return None if self.draft_ids is None else self.draft_ids.shape[0]
 
     @property
+    def lm_head_UD(self) -> torch.Tensor:
+        return self.lm_head.weight
+
+    @property
     def projection_parameters(self) -> tuple[torch.Tensor, ...]:
         return (self.lm_head.weight,)
 

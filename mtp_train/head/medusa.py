@@ -100,7 +100,13 @@ class Medusa(ParallelHead):
         hidden_TD = self._read(own_rows(batch, batch.hidden_TD))
         for number, block in enumerate(self.blocks):
             own = () if self.lm_heads is None else (self.lm_heads[number].get_parameter("weight"),)
-            yield DraftStep(ahead=number + 2, hidden_TD=block(hidden_TD), project=partial(self._project, number), parameters=own)
+            yield DraftStep(
+                ahead=number + 2,
+                hidden_TD=block(hidden_TD),
+                project=partial(self._project, number),
+                lm_head_UD=own[0] if own else self.lm_head_UD,
+                parameters=own,
+            )
 
     def ahead(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         hidden_BD = self._read(hidden_BD)

@@ -186,7 +186,7 @@ class PairHead(Head):
 
     def _state_before(self, batch: Batch, number: int) -> torch.Tensor:
         """What block ``number`` reads of each base in place of the target's hidden state."""
-        states = (drafted.feedback_TD for drafted in self.drafted(batch))
+        states = (drafted.feedback_TD for _, drafted in self.drafted(batch))
         return batch.hidden_TD if number == 0 else next(itertools.islice(states, number - 1, None))
 
     def _before_output_norm(self, block: PairBlock, hidden_MD: torch.Tensor) -> torch.Tensor:

@@ -88,6 +88,13 @@ def _repeat(x_NTH: torch.Tensor, num_heads: int) -> torch.Tensor:
     return x_NTH if times == 1 else x_NTH.repeat_interleave(times, dim=0)
 
 
+def _put(x_NTH: torch.Tensor, place_M: torch.Tensor | None, num_places: int) -> torch.Tensor:
+    """The rows at their places among so many, zeros at the others."""
+    if place_M is None:
+        return x_NTH
+    return x_NTH.new_zeros((x_NTH.shape[0], num_places, x_NTH.shape[2])).index_copy(1, place_M, x_NTH)
+
+
 class _Unrolled(torch.autograd.Function):
     """Causal attention within samples to the depth-0 keys, and of each row to its own keys of later depths.
 
@@ -186,6 +193,7 @@ class PackedAttention:
     def __init__(self, *, bounds: Sequence[int], share: RowShare | None = None) -> None:
         self._bounds, self._share = bounds, share
         self._wanted: WantedRows | None = None
+        self._kept_M: torch.Tensor | None = None  # places among the wanted rows
         self._asking: WantedRows | None = None
         self._parts = self._later_parts = parts_of(bounds, None if share is None else share.stretches)
         self._longest = max(last - first for first, last in itertools.pairwise(bounds))
@@ -206,6 +214,11 @@ class PackedAttention:
         """From depth 1 on, queries, own keys and own values are those of these rows alone."""
         assert self._share is None
         self._wanted, self._later_parts = wanted, parts_of(self._bounds, wanted.stretches)
+
+    def narrow(self, rows_M: torch.Tensor) -> None:
+        """From the next depth on, only of these of the rows that ``restrict`` named, all among those of the depth before."""
+        assert self._wanted is not None
+        self._kept_M = torch.searchsorted(self._wanted.rows_M, rows_M)
 
     def attend(
         self, layer_index: int, q_NTH: torch.Tensor, k_NTH: torch.Tensor, v_NTH: torch.Tensor, *, scale: float, window: int | None
@@ -246,24 +259,27 @@ class PackedAttention:
                     f"{self._longest}; train it on one process (context=1), which a window does not need more of"
                 )
             k_NTH, v_NTH = self._share.gather(k_NTH), self._share.gather(v_NTH)
+        parts, place_M, num_places = self._later_parts if depth else self._parts, None, 0
+        if depth and self._wanted is not None:
+            if window is not None and window < self._longest:  # counted from each row's own place: put the rows back there
+                parts, rows_M = self._parts, self._wanted.rows_M
+                place_M, num_places = rows_M if self._kept_M is None else rows_M[self._kept_M], depths[0][0].shape[1]
+            else:  # kernels want whole stretches
+                place_M, num_places = self._kept_M, self._wanted.rows_M.shape[0]
+        q_NTH, k_NTH, v_NTH = (_put(x, place_M, num_places) for x in (q_NTH, k_NTH, v_NTH))
         mine = (_repeat(k_NTH, num_heads), _repeat(v_NTH, num_heads))
         if depth == len(depths):
             depths.append(mine)
         (k0, v0), *later = [*depths[:depth], mine]
         own = [tensor for pair in later for tensor in pair]
-        parts, wanted = self._later_parts if depth else self._parts, self._wanted if depth else None
-        windowed = wanted is not None and window is not None and window < self._longest
-        if wanted is not None and windowed:  # a window is counted from each row's own place: put the rows back there
-            parts = self._parts
-            q_NTH, *own = (x.new_zeros((x.shape[0], k0.shape[1], x.shape[2])).index_copy(1, wanted.rows_M, x) for x in (q_NTH, *own))
         asking = self._asking if depth == 0 and (window is None or window >= self._longest) else None
         if asking is not None:
             parts, q_NTH = parts_of(self._bounds, asking.stretches), q_NTH[:, asking.rows_M]
         out_NTH: torch.Tensor = _Unrolled.apply(parts, scale, window, q_NTH, k0, v0, *own)
         if asking is not None:
-            out_NTH = out_NTH.new_zeros((num_heads, k0.shape[1], out_NTH.shape[2])).index_copy(1, asking.rows_M, out_NTH)
-        if wanted is not None and windowed:
-            out_NTH = out_NTH[:, wanted.rows_M]
+            out_NTH = _put(out_NTH, asking.rows_M, k0.shape[1])
+        if place_M is not None:
+            out_NTH = out_NTH[:, place_M]
         return out_NTH[..., :value_size]
 
 

@@ -21,10 +21,15 @@ _GAP = 64
 
 @dataclass(frozen=True, kw_only=True)
 class WantedRows:
-    """``rows_M`` (int64, ascending) and the same as ``stretches`` from row to row, within samples."""
+    """``rows_M`` (int64, ascending) and the same as ``stretches`` from row to row, within samples.
+
+    ``still``: asked before each depth behind the first for those of them that are read there or later (int64, ascending), all among
+    those of the depth before; None: all of them, at every depth.
+    """
 
     rows_M: torch.Tensor
     stretches: tuple[tuple[int, int], ...]
+    still: Callable[[int], torch.Tensor] | None = None
 
     @classmethod
     def of(cls, rows: torch.Tensor, *, bounds: Sequence[int]) -> WantedRows | None:

@@ -103,6 +103,36 @@ def test_sampled_rates_agree_within_their_interval(easy_target, make_engine, lea
     assert 0.02 < measured.rate_per_position()[0] < 0.98
 
 
+@pytest.mark.parametrize("word", ["mtp", "eagle"])
+@pytest.mark.parametrize("target", ["easy_target", "windowed_target"])
+def test_rows_left_out_change_nothing(request, monkeypatch, make_engine, leaning_head, target, word):
+    """Whoever computes every row at every depth counts the same."""
+    path = request.getfixturevalue(target)
+    engine = make_engine(path, load_head=leaning_head(path, word), batch_size=16, max_prefill_tokens=512)
+    prompts, sampling = _many(12, seed=2), Sampling(temperature=0.0, top_p=1.0, max_new_tokens=40, seed=0)
+    asked = [GenerateRequest(request_id=f"r{index}", token_ids=prompt, max_new_tokens=40) for index, prompt in enumerate(prompts)]
+    samples = _samples(engine, prompts, {answer.request_id: answer.token_ids for answer in engine.generate(asked, sampling)})
+    head = engine.load_head(None, engine.target.shared_weights())
+
+    def estimated():
+        return estimate(
+            head,
+            samples,
+            num_speculative_tokens=4,
+            draft_sampling="greedy",
+            sampling=sampling,
+            max_batch_tokens=200,
+            device=torch.device("cpu"),
+        )
+
+    found, unroll, asked_for = estimated(), type(head).unroll, []
+    monkeypatch.setattr(type(head), "unroll", lambda self, batch, *, wanted: asked_for.append(wanted) or unroll(self, batch))
+    assert estimated().prompts == found.prompts
+    assert any(wanted is not None and wanted.still is not None for wanted in asked_for)
+    if target == "easy_target":
+        assert found.rate_per_position()[1] > 0.05, "drafts that never get to a second token prove little"
+
+
 def test_each_answer_of_a_conversation_is_walked_apart(easy_target, make_engine, leaning_head):
     engine = make_engine(easy_target, load_head=leaning_head(easy_target, "mtp"))
     tokens = _many(1, seed=3)[0] * 3

@@ -88,3 +88,24 @@ def test_later_depths_of_some_rows_are_those_of_all(window: int | None) -> None:
         results.append([*outs, *torch.autograd.grad(total, list(itertools.chain(*inputs)))])
     for some, all_ in zip(*results, strict=True):
         torch.testing.assert_close(some, all_, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_rows_that_drop_out_depth_by_depth_leave_the_others_as_they_are(window: int | None) -> None:
+    bounds = (0, 5, 6, 14)
+    wanted = WantedRows(rows_M=torch.tensor([2, 3, 8, 9, 10, 13]), stretches=((2, 4), (8, 11), (13, 14)))
+    still = {1: torch.tensor([2, 3, 9, 10, 13]), 2: torch.tensor([3, 10, 13]), 3: torch.tensor([10])}
+    draw = torch.Generator().manual_seed(1)
+    inputs = [[torch.randn(heads, 14, 8, generator=draw, dtype=torch.float64) for heads in (4, 2, 2)] for _ in range(4)]
+    whole, some = PackedAttention(bounds=bounds), PackedAttention(bounds=bounds)
+    for depth, qkv in enumerate(inputs):
+        rows = still.get(depth, torch.arange(14))
+        expected = whole.attend(0, *qkv, scale=SCALE, window=window)[:, rows]
+        found = some.attend(0, *(x[:, rows] for x in qkv), scale=SCALE, window=window)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        if depth == 0:
+            some.restrict(wanted)
+        if depth + 1 in still:
+            some.narrow(still[depth + 1])
+        whole.next_depth()
+        some.next_depth()
