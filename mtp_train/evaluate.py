@@ -221,6 +221,8 @@ def _measure_identity(cfg: DictConfig, how: _How, *, target: OpenTarget, pieces:
 def main(cfg: DictConfig) -> None:
     if not is_main():  # one process decodes; an engine may use several devices of its own
         return
+    sets = ", ".join(sorted(_used_sets(cfg)))
+    log(f"prompts of {sets}, for a report in {cfg.out}; opening target {cfg.target.name}")  # before the imports, which take seconds
     from mtp_train.checkpoint import read_head_config
     from mtp_train.engine.comparison import check_target, collect, marked_answers, piece_key, write_head
 

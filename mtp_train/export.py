@@ -34,6 +34,7 @@ def main(cfg: DictConfig) -> None:
     check_name(cfg.name)
     if not is_main():
         return
+    log(f"{cfg.checkpoint}, to be written to {cfg.out}; opening target {cfg.target.name}")  # before the imports, which take seconds
     from mtp_train.checkpoint import read_head_config
 
     checkpoint, out = Path(cfg.checkpoint), Path(cfg.out)

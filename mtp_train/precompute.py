@@ -35,11 +35,14 @@ _LOOK_S, _SAY_S = 1.0, 60.0
 
 
 def _check_answers(cfg: DictConfig) -> None:
-    """ValueError where there are no answers to read, before the target is opened, which takes seconds."""
+    """Say what will be read. ValueError where there are no answers; before the target is opened, which takes seconds."""
     from mtp_train.prompt.responses import read_meta
 
     if cfg.answers == "own":
-        read_meta(Path(cfg.responses))
+        stated = read_meta(Path(cfg.responses))
+        log(f"answers of {stated.get('target_name')} in {cfg.responses}, for a cache in {cfg.out}; opening target {cfg.target.name}")
+    else:
+        log(f"answers that the data set gives, for a cache in {cfg.out}; opening target {cfg.target.name}")
 
 
 def _check_begun(cfg: DictConfig) -> None:

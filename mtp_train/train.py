@@ -61,7 +61,11 @@ def _data(cfg: DictConfig, target: OpenTarget) -> tuple[Subset, Subset | None]:
 
 
 def _check_cache(cfg: DictConfig) -> None:
-    """ValueError where there is no finished cache in the folder that is to be read whole; before the target is opened."""
+    """Say what will be read. ValueError where there is no finished cache in the folder that is to be read whole; before the target is
+    opened, which takes seconds."""
+    read = cfg.cache if cfg.mixture is None else f"a mixture of {', '.join(map(str, cfg.mixture))}"
+    log(f"a head from {read}, to be written to {cfg.out}; opening target {cfg.target.name}")
+
     from mtp_train.cache.format import MANIFEST
     from mtp_train.cache.reader import read_manifest
 
@@ -250,9 +254,9 @@ _KINDS = {
 
 @stage("train", kinds=_KINDS)
 def main(cfg: DictConfig) -> None:
+    _check_cache(cfg)
     objective = _objective(cfg)
     optimizer, schedule, wandb, parallel = (build(cfg[key], where=key) for key in ("optimizer", "schedule", "wandb", "parallel"))
-    _check_cache(cfg)
 
     from mtp_train.trainer.state import HeadFile, check_continues, complete_steps
 

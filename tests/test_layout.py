@@ -227,6 +227,33 @@ def test_help_costs_nothing(verb: str) -> None:
     assert "groups" in shown
 
 
+_FIRST_WORD = """
+import mtp_train.runtime
+
+def say(message):
+    print(message)
+    raise SystemExit
+
+mtp_train.runtime.log = say
+sys.argv = {words}
+try:
+    runpy.run_module('mtp_train.' + sys.argv[0], run_name='__main__', alter_sys=True)
+except SystemExit:
+    pass
+"""
+
+
+@pytest.mark.parametrize("verb", ["precompute", "train", "evaluate", "export"])
+def test_a_stage_says_what_it_opens_before_the_imports_that_take_seconds(tmp_path: Path, verb: str) -> None:
+    """Bare ``import torch`` takes a second, and what a target's tokenizer needs three more."""
+    (tmp_path / "responses").mkdir()
+    (tmp_path / "responses/meta.json").write_text('{"format_version": 1, "identity": {"target_name": "some model"}}')
+    (tmp_path / "responses/finished.json").write_text("{}")
+    words = [verb, "target=local", f"target.path={tmp_path}", "target.name=mine", f"run={tmp_path}"]
+    said = _assert_light(_FIRST_WORD.format(words=words))
+    assert str(tmp_path) in said and "opening target mine" in said
+
+
 def _assert_light(code: str) -> str:
     """Run code in a fresh interpreter; fail where it imported what takes seconds. Returns what it printed."""
     heavy = ("torch", "transformers", "vllm", "deepspeed", "datasets", "matplotlib", "wandb")

@@ -2,8 +2,9 @@
 
 python tools/bench_estimate.py --run runs/demo --name mtp
 
-The prompts are those that training held out; decoding is ``engine=hf``'s, in batches and one prompt at a time, and the estimate one pass over the cached
-answers to the same prompts. What making the cache took is not counted: it is there anyway. Seconds are this process' CPU time.
+The prompts are those that training held out; decoding is ``engine=hf``'s, in batches and one prompt at a time, and the estimate one
+pass over the cached answers to the same prompts. What making the cache took is not counted: it is there anyway. Seconds are this
+process' CPU time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""How long a stage takes to say its first word, against a bare ``import torch``; and ``--help``, which imports none.
+"""How long a stage takes to say its first line, against a bare ``import torch``; and ``--help``, which imports none.
+
+The first line says what is opened; the second comes when it is open, and with it whatever its tokenizer needs imported.
 
 python tools/bench_startup.py --run runs/demo            # a run whose stages are done: each is started anew into a folder of its own
 
@@ -27,17 +29,19 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
-def until_first_word(command: list[str]) -> tuple[float, float]:
-    """CPU and wall seconds until the process writes anything; it is then ended."""
+def until_lines(command: list[str]) -> tuple[float, float, float]:
+    """CPU and wall seconds until the process has written a line, and CPU seconds until a second one (the first again where it ends
+    without); it is then ended."""
     begun = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0) as process:
         assert process.stdout is not None
-        first = process.stdout.read(1)
+        first = process.stdout.readline()
         found = cpu_s(process.pid), time.perf_counter() - begun
+        second_s = cpu_s(process.pid) if process.stdout.readline() else found[0]
         process.kill()
     if not first:
         raise ValueError(f"{' '.join(command)}: expected a line, found none")
-    return found
+    return *found, second_s
 
 
 def main() -> None:
@@ -57,20 +61,20 @@ def main() -> None:
             "train": [*python, "-m", "mtp_train.train", *run],
             "evaluate": [*python, "-m", "mtp_train.evaluate", *run],
         }
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
+        found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in commands}
         for _ in range(words.repeats):
             for name, command in commands.items():
-                found[name].append(until_first_word(command))
+                found[name].append(until_lines(command))
     rows = {name: [statistics.median(column) for column in zip(*taken, strict=True)] for name, taken in found.items()}
     bare, about = rows["import torch"][0], provenance()
-    lines = [f"| {name} | {cpu:.2f} | {wall:.2f} | {cpu / bare:.2f} |" for name, (cpu, wall) in rows.items()]
+    lines = [f"| {name} | {cpu:.2f} | {wall:.2f} | {cpu / bare:.2f} | {second:.2f} |" for name, (cpu, wall, second) in rows.items()]
     where = f"torch {about['packages']['torch']}, {about['machine']}"
     text = f"""# Start-up
 
-`python tools/bench_startup.py --run RUN`: seconds until the first word, medians of {words.repeats}; {where}.
+`python tools/bench_startup.py --run RUN`: seconds until the first line, medians of {words.repeats}; {where}.
 
-| | CPU s | wall s | times `import torch` |
-|---|---|---|---|
+| | CPU s | wall s | CPU s, times `import torch` | CPU s until the second line |
+|---|---|---|---|---|
 {chr(10).join(lines)}
 """
     atomic_write_json(words.results / "bench_startup.json", {**about, "rows": rows})
