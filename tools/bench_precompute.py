@@ -117,7 +117,7 @@ def main() -> None:
 
 
 def report(words: argparse.Namespace, speeds: dict[str, list[float]], responses: Sequence[Response]) -> None:
-    first, about = next(iter(speeds)), provenance()
+    (first, second, packed), about = list(speeds)[:3], provenance()
     used = responses[: words.repeats * words.per_repeat]
     lengths = sorted(len(response.token_ids) for response in used)
     answers = sum(sum(response.loss_mask) for response in used) / sum(lengths)
@@ -129,7 +129,8 @@ def report(words: argparse.Namespace, speeds: dict[str, list[float]], responses:
         lines.append(f"| {name} | {statistics.median(found):.0f} | {ratio:.2f} |")
     chosen, written = list(speeds.values())[-2:]
     share = statistics.median(1 - after / before for before, after in zip(chosen, written, strict=True))
-    lines += ["", f"Writing the cache takes {share:.1%} of the stage."]
+    beside = statistics.median(ours / base for ours, base in zip(speeds[packed], speeds[second], strict=True))
+    lines += ["", f"Packed is {beside:.2f} times {second}. Writing the cache takes {share:.1%} of the stage."]
     text = "\n".join(
         [
             "# Prefill for the cache, engine=hf",
@@ -144,7 +145,9 @@ def report(words: argparse.Namespace, speeds: dict[str, list[float]], responses:
             "",
         ]
     )
-    atomic_write_json(words.results / "bench_precompute.json", {**about, "rows": rows, "writing_share": share})
+    atomic_write_json(
+        words.results / "bench_precompute.json", {**about, "rows": rows, "writing_share": share, "times_one_at_a_time": beside}
+    )
     atomic_write_text(words.results / "bench_precompute.md", text)
     print(text)
 
