@@ -102,16 +102,6 @@ def _supply(cfg: DictConfig, train: Subset, plan: DataPlan, *, num_steps: int) -
     return supply
 
 
-def _at_hand(cfg: DictConfig, train: Subset, plan: DataPlan, *, num_steps: int) -> Sequence[int]:
-    """The samples that a head may be started from: all, or those that are trained on first, where the others may not be there yet."""
-    from mtp_train.trainer.supply import leading_shards
-
-    if cfg.shuffle_shards is None:
-        return range(len(train))
-    leading = set(leading_shards(train, plan, num_steps=num_steps))
-    return [number for number, shard in enumerate(train.shards) if shard in leading]
-
-
 def _objective(cfg: DictConfig) -> Objective:
     """The weighted losses that ``losses`` names, each through its yaml in conf/loss."""
     from mtp_train.trainer.objective import Objective, Term
@@ -267,6 +257,7 @@ def main(cfg: DictConfig) -> None:
     from mtp_train.trainer.module import make_accelerator
     from mtp_train.trainer.probe import has_probe
     from mtp_train.trainer.start import start_from_data
+    from mtp_train.trainer.supply import at_hand
 
     train, held_out = _data(cfg, target)
     plan = _plan(cfg, train)
@@ -287,7 +278,7 @@ def main(cfg: DictConfig) -> None:
         f"{num_steps} steps of {cfg.packs_per_step} x {cfg.tokens_per_pack} tokens, {plan.fill():.0%} full"
     )
     if started_from is None and not complete_steps(run.out):  # else every weight is given
-        start_from_data(head, train, _at_hand(cfg, train, plan, num_steps=num_steps), device=accelerator.device)
+        start_from_data(head, train, at_hand(train, plan, window=cfg.shuffle_shards, num_steps=num_steps), device=accelerator.device)
     trainer = Trainer(
         accelerator=accelerator,
         head=head,

@@ -60,3 +60,11 @@ def leading_shards(train: Subset, plan: DataPlan, *, num_steps: int) -> list[int
     for shard, length in zip(train.shards, train.lengths, strict=True):
         tokens[shard] = tokens.get(shard, 0) + length
     return use.leading(tokens, room_bytes=use.most_bytes(tokens, num_steps=1, stop_step=num_steps))
+
+
+def at_hand(train: Subset, plan: DataPlan, *, window: int | None, num_steps: int) -> Sequence[int]:
+    """The samples that a head may be started from: all, or those that are trained on first, where the others may not be there yet."""
+    if window is None:
+        return range(len(train))
+    leading = set(leading_shards(train, plan, num_steps=num_steps))
+    return [number for number, shard in enumerate(train.shards) if shard in leading]
