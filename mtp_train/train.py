@@ -61,15 +61,11 @@ def _data(cfg: DictConfig, target: OpenTarget) -> tuple[Subset, Subset | None]:
 
 
 def _check_cache(cfg: DictConfig) -> None:
-    """Say what will be read. ValueError where there is no finished cache in the folder that is to be read whole; before the target is
-    opened, which takes seconds."""
-    read = cfg.cache if cfg.mixture is None else f"a mixture of {', '.join(map(str, cfg.mixture))}"
-    log(f"a head from {read}, to be written to {cfg.out}; opening target {cfg.target.name}")
+    """Say what will be read. ValueError where a cache that is to be read whole is not finished; before the target is opened."""
+    log(f"a head from {cfg.cache if cfg.mixture is None else ', '.join(cfg.mixture)} for {cfg.out}; opening target {cfg.target.name}")
+    if cfg.mixture is None and cfg.mode == "offline" and "://" not in cfg.cache:
+        from mtp_train.cache.reader import read_manifest
 
-    from mtp_train.cache.format import MANIFEST
-    from mtp_train.cache.reader import read_manifest
-
-    if cfg.mixture is None and cfg.mode == "offline" and "://" not in cfg.cache and not (Path(cfg.cache) / MANIFEST).exists():
         read_manifest(Path(cfg.cache))
 
 

@@ -155,7 +155,10 @@ def by_batch(words: argparse.Namespace, engine: HfEngine, checkpoint: Path) -> l
     return rows
 
 
-def written(words: argparse.Namespace, contexts: list[dict[str, float]], batches: list[dict[str, Any]], about: dict[str, Any]) -> str:
+def written(
+    words: argparse.Namespace, changed: list[str], contexts: list[dict[str, float]], batches: list[dict[str, Any]], about: dict[str, Any]
+) -> str:
+    """The page; ``changed`` are the settings that are not as they stand."""
     a, b = line(contexts)
     lines = []
     for before, row in zip([None, *contexts[:-1]], contexts, strict=True):
@@ -174,7 +177,7 @@ def written(words: argparse.Namespace, contexts: list[dict[str, float]], batches
     ]
     return f"""# Decoding: what grows with the context, and what a batch saves
 
-`python tools/bench_decode.py --run RUN --name {words.name}`
+`python tools/bench_decode.py --run RUN{"".join(f" {word}" for word in changed)}`
 
 Chain of {words.num_speculative_tokens}, greedy, {words.dtype}; torch {about["packages"]["torch"]}, {about["machine"]}; CPU time of one
 process, one thread.
@@ -218,7 +221,12 @@ def main() -> None:
     )
     checkpoint = words.run / "checkpoint" / words.name
     contexts, batches, about = by_context(words, engine, checkpoint), by_batch(words, engine, checkpoint), provenance()
-    text = written(words, contexts, batches, about)
+    changed = [
+        f"--{name.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+        for name, value in vars(words).items()
+        if name not in ("run", "results") and value != parser.get_default(name)
+    ]
+    text = written(words, changed, contexts, batches, about)
     atomic_write_json(words.results / "bench_decode.json", {**about, "contexts": contexts, "batches": batches})
     atomic_write_text(words.results / "bench_decode.md", text)
     print(text)
