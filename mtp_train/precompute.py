@@ -59,6 +59,15 @@ def _check_begun(cfg: DictConfig) -> None:
     check_fields(stated, begun, where=Path(cfg.out))
 
 
+def _taps(cfg: DictConfig, target: OpenTarget) -> tuple[int, ...]:
+    """The layers to tap. ValueError where the target does not have them."""
+    from mtp_train.target.spec import default_tap_ids
+
+    taps = default_tap_ids(target.spec.num_layers) if cfg.target_layer_ids is None else tuple(cfg.target_layer_ids)
+    target.spec.check_layer_ids(taps)
+    return taps
+
+
 def _responses(cfg: DictConfig, target: OpenTarget) -> tuple[list[Response], SkipCounts]:
     """The conversations to read, the target's own answers or a data set's, and the counts of those left out."""
     from mtp_train.prompt.build import build_responses
@@ -143,11 +152,7 @@ def main(cfg: DictConfig) -> None:
     _check_answers(cfg)
     _check_begun(cfg)
     target = open_target(cfg.target)
-
-    from mtp_train.target.spec import default_tap_ids, quantization_of
-
-    taps = default_tap_ids(target.spec.num_layers) if cfg.target_layer_ids is None else tuple(cfg.target_layer_ids)
-    target.spec.check_layer_ids(taps)
+    taps = _taps(cfg, target)
     chosen, counts = _responses(cfg, target)
     log(counts.summary())
     responses = {response.prompt_id: response for response in chosen}
@@ -162,6 +167,7 @@ def main(cfg: DictConfig) -> None:
     from mtp_train.cache.writer import CacheWriter
     from mtp_train.engine.base import PrefillSettings
     from mtp_train.quantity import parse_bytes
+    from mtp_train.target.spec import quantization_of
 
     settings = PrefillSettings(target_layer_ids=taps, top_k=cfg.top_k)
     size = CacheSize(

@@ -134,9 +134,7 @@ def _head(
     head: Head = build(plain(cfg.head), where="head", target_path=target.path, shared=shared, trust_remote_code=target.trust_remote_code)
     objective.check(head)
     if cfg.draft_steps < head.num_blocks:
-        raise ValueError(
-            f"draft_steps: expected at least {head.num_blocks}, or head.num_blocks would leave blocks untrained, found {cfg.draft_steps}"
-        )
+        raise ValueError(f"draft_steps: expected at least head.num_blocks={head.num_blocks}, to train them all, found {cfg.draft_steps}")
     if cfg.noise_scale and (head.target_layer_ids or not head.reads_hidden):
         instead = "tapped layers (it learns from its own states: draft_steps)" if head.target_layer_ids else "tokens alone"
         raise ValueError(f"noise_scale: expected 0 for a head that reads {instead}, found {cfg.noise_scale}; set noise_scale=0")
@@ -178,12 +176,9 @@ def _loop_settings(cfg: DictConfig, *, num_steps: int) -> LoopSettings:
 
 def _identity(cfg: DictConfig, head: Head, train: Subset, *, num_steps: int, started_from: dict[str, str] | None) -> dict[str, Any]:
     """What decides the result: a training is continued under the same only."""
-    settings = _stated_identity(cfg)
-    if cfg.schedule.kind == "cosine":  # a constant rate may be trained on for longer
-        settings["num_steps"] = num_steps
-    if started_from is not None:
-        settings["started_from"] = started_from
-    return {**settings, "head": head.draft_config(), "data": train.fingerprint()}
+    steps = {"num_steps": num_steps} if cfg.schedule.kind == "cosine" else {}  # a constant rate may be trained on for longer
+    begun = {} if started_from is None else {"started_from": started_from}
+    return {**_stated_identity(cfg), **steps, **begun, "head": head.draft_config(), "data": train.fingerprint()}
 
 
 def _stated_identity(cfg: DictConfig) -> dict[str, Any]:

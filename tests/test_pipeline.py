@@ -687,7 +687,7 @@ def test_the_blocks_of_a_target_are_trained_on_and_go_back_into_it(
     run.ok("regenerate", "prompt.limit=12")
     run.ok("precompute")
     words = ["start_from=target", "head.num_blocks=2"]
-    assert "draft_steps: expected at least 2" in run.refused("train", *words, "draft_steps=1")
+    assert "draft_steps: expected at least head.num_blocks=2" in run.refused("train", *words, "draft_steps=1")
     assert "set head.num_blocks=2" in run.refused("train", "start_from=target", "draft_steps=2")
     words.append("draft_steps=2")
     assert "starts from" in run.ok("train", *words, "num_steps=2")

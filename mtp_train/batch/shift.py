@@ -95,8 +95,3 @@ def teacher_rows(loss_mask_T: torch.Tensor) -> torch.Tensor:
     row and keeps "every answer token has its teacher" true.
     """
     return loss_mask_T[1:].nonzero(as_tuple=True)[0]
-
-
-def starts_sample(batch: Batch) -> torch.Tensor:
-    """True at position 0 of each sample, bool (T,): where the engines' MTP classes zero the embedding."""
-    return batch.position_T == 0
