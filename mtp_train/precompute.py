@@ -41,7 +41,7 @@ def _check_answers(cfg: DictConfig) -> None:
     if cfg.answers == "own":
         stated = read_meta(Path(cfg.responses))
         log(f"answers of {stated.get('target_name')} in {cfg.responses}, for a cache in {cfg.out}; opening target {cfg.target.name}")
-    else:
+    elif cfg.answers == "given":
         log(f"answers that the data set gives, for a cache in {cfg.out}; opening target {cfg.target.name}")
 
 
