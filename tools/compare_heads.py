@@ -46,6 +46,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--draft-layers", type=int, nargs="+", default=[0, 1, 2, 3, 28, 29], help="the target's layers in the small draft model"
     )
+    parser.add_argument("--tree-nodes", type=int, default=15, help="drafted tokens that a tree has judged")
     parser.add_argument("--evaluate", nargs="*", default=[], help="further settings of mtp_train.evaluate")
     parser.add_argument("--side-by-side", type=int, default=2, help="processes at a time, for what is not timed")
     parser.add_argument("--timed-steps", type=int, default=5, help="steps of each timed training; 0: no timing")
@@ -119,6 +120,7 @@ def train(arguments: argparse.Namespace, name: str, out: Path, *further: str) ->
 def evaluate(arguments: argparse.Namespace, name: str, *, tree: bool) -> str | None:
     decoding = tree_of(name) if tree else "chain"
     words = [f"name={name}", f"checkpoint={arguments.out / 'checkpoint' / name}", f"out={arguments.out / 'report'}", f"decoding={decoding}"]
+    words += [f"decoding.max_nodes={arguments.tree_nodes}"] if tree else []
     words += ["aims=[]", "identity.num_prompts=0", "ways.greedy.prompt_sets=[project]", "ways.sampled.prompt_sets=[]"]
     return stage(arguments, "evaluate", [*words, *arguments.evaluate], log=f"evaluate-{name}-{decoding}")
 
@@ -190,6 +192,7 @@ def row(arguments: argparse.Namespace, name: str, speed: float | None) -> dict[s
         "rates": rates,
         "chain_length": chain,
         "tree": tree_of(name),
+        "tree_nodes": arguments.tree_nodes,
         "tree_length": tree,
         "tokens_per_s": speed,
         "parameters": head.facts["parameters"],
@@ -219,7 +222,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     first = rows[0]
-    about = f"{first['steps']} steps, {first['tokens']:,} tokens each; greedy, {first['num_prompts']} held-out prompts; 95% over prompts."
+    about = f"{first['steps']} steps, {first['tokens']:,} tokens each; greedy, {first['num_prompts']} held-out prompts; 95% over prompts. "
+    about += f"Trees have {first['tree_nodes']} nodes judged at the most."
     return "\n".join([*lines, "", about]) + "\n"
 
 
