@@ -30,8 +30,19 @@ def chains(acceptance_of: AcceptanceOf, rate: float) -> Acceptance:
     return acceptance_of(rate=rate, num_prompts=20, temperature=0.0, measured_by="hf", seed=4)
 
 
+def with_spread(table: CostTable, share: float) -> CostTable:
+    """The table with quartiles ``share`` apart around each median, over 25 repeats."""
+
+    def spread(cells: tuple[Timing, ...]) -> tuple[Timing, ...]:
+        low, high = 1 - share / 2, 1 + share / 2
+        return tuple(dataclasses.replace(c, low_s=low * c.seconds, high_s=high * c.seconds, num_repeats=25) for c in cells)
+
+    return dataclasses.replace(table, verify=spread(table.verify), drafting=spread(table.drafting))
+
+
 def test_expected_is_what_a_clock_would_show(cost_table: CostTable) -> None:
     """Drafts of three tokens, each taken with 0.6; one pass in five has nothing to draft."""
+    cost_table = with_spread(cost_table, 0.0)
     generator, batch_size = random.Random(1), 2
     costs = cost_table.costs(batch_size, chain_shape(3))
     prompts, clock, num_tokens = [], 0.0, 0
@@ -149,10 +160,7 @@ def test_an_interval_holds_how_sure_the_times_are(acceptance_of: AcceptanceOf, c
     """Quartiles a tenth apart over 25 repeats: each median is sure to 1.57 x 0.1 / 5, three of them make a step's time over a plain one."""
     prompts, shape = chains(acceptance_of, 0.6).prompts, chain_shape(3)
 
-    def spread(cells: tuple[Timing, ...]) -> tuple[Timing, ...]:
-        return tuple(dataclasses.replace(c, low_s=0.95 * c.seconds, high_s=1.05 * c.seconds, num_repeats=25) for c in cells)
-
-    noisy = dataclasses.replace(cost_table, verify=spread(cost_table.verify), drafting=spread(cost_table.drafting))
+    sure, noisy = with_spread(cost_table, 0.0), with_spread(cost_table, 0.1)
     costs = cost_table.costs(2, shape)
     drafting = costs.overhead + 3 * costs.draft_step
     half = 1.57 * 0.1 / 5
@@ -160,11 +168,11 @@ def test_an_interval_holds_how_sure_the_times_are(acceptance_of: AcceptanceOf, c
     assert unsure == pytest.approx(
         half * math.hypot(1, costs.verify / (costs.verify + drafting), drafting / (costs.verify + drafting)), rel=0.1
     )
-    quiet, found = (expected(prompts, shape=shape, depth=3, table=table, batch_size=2).speedup for table in (cost_table, noisy))
+    quiet, found = (expected(prompts, shape=shape, depth=3, table=table, batch_size=2).speedup for table in (sure, noisy))
     assert found.value == quiet.value and quiet.low is not None and quiet.high is not None
     assert found.low == pytest.approx(found.value - math.hypot(quiet.value - quiet.low, unsure * quiet.value))
     assert found.high == pytest.approx(found.value + math.hypot(quiet.high - quiet.value, unsure * quiet.value))
-    assert cost_table.unsureness(2, shape) == 0
+    assert sure.unsureness(2, shape) == 0
 
 
 def test_single_token_schedule_runs_the_head_over_both_rows(cost_table: CostTable) -> None:
