@@ -165,9 +165,7 @@ def test_an_interval_holds_how_sure_the_times_are(acceptance_of: AcceptanceOf, c
     drafting = costs.overhead + 3 * costs.draft_step
     half = 1.57 * 0.1 / 5
     unsure = noisy.unsureness(2, shape)
-    assert unsure == pytest.approx(
-        half * math.hypot(1, costs.verify / (costs.verify + drafting), drafting / (costs.verify + drafting)), rel=0.1
-    )
+    assert unsure == pytest.approx(half * math.hypot(1, costs.verify / (costs.verify + drafting), drafting / (costs.verify + drafting)))
     quiet, found = (expected(prompts, shape=shape, depth=3, table=table, batch_size=2).speedup for table in (sure, noisy))
     assert found.value == quiet.value and quiet.low is not None and quiet.high is not None
     assert found.low == pytest.approx(found.value - math.hypot(quiet.value - quiet.low, unsure * quiet.value))
