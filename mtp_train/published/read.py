@@ -297,7 +297,8 @@ def _in_order(tensors: Mapping[str, torch.Tensor], layout: Layout, column_order:
 
 def _rotary(config: Mapping[str, Any], *, where: Path) -> dict[str, Any]:
     """A config's rotary settings in one spelling, ours and older ones alike."""
-    given = next((found for key in ("rope_parameters", "rope_scaling") if (found := _stated(config, key, dict | None, where=where))), {})
+    stated_as = ("rope_parameters", "rope_scaling")
+    given: dict[str, Any] = next((found for key in stated_as if (found := _stated(config, key, dict | None, where=where))), {})
     settings = {key: value for key, value in given.items() if key not in ("rope_theta", "rope_type", "type")}
     theta = next((found for stated in (given, config) if (found := _stated(stated, "rope_theta", float | None, where=where))), 10000.0)
     return {"rope_theta": theta, "type": given.get("rope_type") or given.get("type") or "default", **settings}
