@@ -61,8 +61,7 @@ def _data(cfg: DictConfig, target: OpenTarget) -> tuple[Subset, Subset | None]:
 
 
 def _check_cache(cfg: DictConfig) -> None:
-    """Say what will be read. ValueError where a cache that is to be read whole is not finished; before the target is opened."""
-    log(f"a head from {cfg.cache if cfg.mixture is None else ', '.join(cfg.mixture)} for {cfg.out}; opening target {cfg.target.name}")
+    """ValueError where a cache that is to be read whole is not finished; before the target is opened."""
     if cfg.mixture is None and cfg.mode == "offline" and "://" not in cfg.cache:
         from mtp_train.cache.reader import read_manifest
 
@@ -235,9 +234,10 @@ _KINDS = {
 
 @stage("train", kinds=_KINDS)
 def main(cfg: DictConfig) -> None:
-    _check_cache(cfg)
+    log(f"a head from {cfg.cache if cfg.mixture is None else ', '.join(cfg.mixture)} for {cfg.out}; opening target {cfg.target.name}")
     objective = _objective(cfg)
     optimizer, schedule, wandb, parallel = (build(cfg[key], where=key) for key in ("optimizer", "schedule", "wandb", "parallel"))
+    _check_cache(cfg)
 
     from mtp_train.trainer.state import HeadFile, check_continues, complete_steps
 
