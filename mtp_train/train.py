@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mtp_train.trainer.measured import MeasuredAcceptance
     from mtp_train.trainer.objective import Objective
     from mtp_train.trainer.settings import LoopSettings
+    from mtp_train.trainer.state import HeadFile
     from mtp_train.trainer.supply import Supply
 
 
@@ -206,6 +207,14 @@ def _on_validate(cfg: DictConfig, target: OpenTarget, samples: Subset) -> Measur
     return MeasuredAcceptance(settings=decode, target=words, prepare=prepare)
 
 
+def _head_file(run: Run, head: Head, target: OpenTarget, train: Subset, started_from: dict[str, Any] | None) -> HeadFile:
+    from mtp_train.trainer.state import HeadFile
+
+    made_by = {"settings": run.settings, "provenance": run.provenance, "cache": train.identity.to_json()}
+    made_by |= {} if started_from is None else {"started_from": started_from}
+    return HeadFile(config=head.draft_config(), target=target.identity(), made_by=made_by)
+
+
 def _probe(folder: Path, target: OpenTarget, samples: Subset, numbers: Sequence[int] | None) -> None:
     """Write what an exporter compares with, from eight of the samples: the first ones, or of ``numbers``."""
     from mtp_train.target.weights import read_shared
@@ -239,7 +248,7 @@ def main(cfg: DictConfig) -> None:
     optimizer, schedule, wandb, parallel = (build(cfg[key], where=key) for key in ("optimizer", "schedule", "wandb", "parallel"))
     _check_cache(cfg)
 
-    from mtp_train.trainer.state import HeadFile, check_continues, complete_steps
+    from mtp_train.trainer.state import check_continues, complete_steps
 
     check_continues(Path(cfg.out), _stated_identity(cfg), only_these=True)
     target = open_target(cfg.target)
@@ -282,16 +291,7 @@ def main(cfg: DictConfig) -> None:
         optimizer=optimizer,
         schedule=schedule,
         out=run.out,
-        head_file=HeadFile(
-            config=head.draft_config(),
-            target=target.identity(),
-            made_by={
-                "settings": run.settings,
-                "provenance": run.provenance,
-                "cache": train.identity.to_json(),
-                **({} if started_from is None else {"started_from": started_from}),
-            },
-        ),
+        head_file=_head_file(run, head, target, train, started_from),
         identity=identity,
         wandb=wandb,
         on_validate=_on_validate(cfg, target, held_out or train),
