@@ -58,11 +58,11 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    try:
+
+    from mtp_train.faults import telling
+
+    with telling("compare_heads"):
         print(compare(arguments))
-    except ValueError as error:
-        print(f"compare_heads: {error}", file=sys.stderr)
-        return 2
     return 0
 
 

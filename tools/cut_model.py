@@ -8,7 +8,6 @@ python -m mtp_train.train run=runs/mine head=draft_model head.config=null head.c
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 
@@ -20,16 +19,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     words = parser.parse_args()
 
+    from mtp_train.faults import telling
     from mtp_train.stage import load_word
     from mtp_train.target.cut import write_cut_model
     from mtp_train.target.resolve import resolve_target
 
-    try:
+    with telling("cut_model"):
         source = words.model or resolve_target(load_word("target", words.target))
         print(write_cut_model(source, words.out, layers=words.layers))
-    except ValueError as error:
-        print(f"cut_model: {error}", file=sys.stderr)
-        return 2
     return 0
 
 
