@@ -122,7 +122,7 @@ def main() -> None:
     row, about = measure(words), provenance()
     text = f"""# The acceptance estimate against decoding
 
-`python tools/bench_estimate.py --run RUN --name {words.name} --samples {words.samples}`
+`python tools/bench_estimate.py --run RUN --name {words.name} --samples {words.samples} --singly {words.singly}`
 
 {row["prompts"]} held-out prompts, {row["answer_tokens"]} answer tokens; chain of {words.num_speculative_tokens}, greedy, {words.dtype},
 torch {about["packages"]["torch"]}, {about["machine"]}; CPU time of one process, one thread.
