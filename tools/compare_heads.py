@@ -148,12 +148,14 @@ def stage(arguments: argparse.Namespace, verb: str, words: Sequence[str], *, log
 
 
 def timed(arguments: argparse.Namespace) -> dict[str, float]:
-    """Tokens per second of training each head, kept in speeds.json; every repeat goes through all heads in turn."""
+    """Tokens per second of training each head, kept in speeds.json; every repeat goes through all heads in turn.
+
+    What is kept holds for the settings that it was timed with: under others all of it is timed anew.
+    """
     from mtp_train.runtime import atomic_write_json, read_json
     from mtp_train.trainer.metrics import METRICS, read_metrics
 
     path = arguments.out / "speeds.json"
-    found: dict[str, list[float]] = {name: [] for name in HEADS} | (read_json(path) if path.is_file() else {})
     further = [
         f"num_steps={arguments.timed_steps}",
         "log_every=1",
@@ -161,6 +163,11 @@ def timed(arguments: argparse.Namespace) -> dict[str, float]:
         "validation.every=null",
         "checkpoint.every=null",
     ]
+    timed_with = {name: [*HEADS[name].split(), *arguments.settings, *further] for name in HEADS}
+    about = {"settings": timed_with, "threads": arguments.threads, "experiment": arguments.experiment, "target": arguments.target}
+    about |= {"run": str(arguments.run), "draft_layers": arguments.draft_layers}
+    kept = read_json(path) if path.is_file() else {}
+    found: dict[str, list[float]] = kept["tokens_per_s"] if kept.get("about") == about else {name: [] for name in HEADS}
     left = [name for _ in range(arguments.repeats) for name in arguments.heads]
     enough = (arguments.timed_steps - 1) * arguments.repeats
     for name in left:
@@ -171,7 +178,7 @@ def timed(arguments: argparse.Namespace) -> dict[str, float]:
                 raise ValueError(fault)
             lines = [line for line in read_metrics(Path(folder) / name / METRICS) if line["split"] == "train"]
         found[name] += [float(line["tokens_per_s"]) for line in lines[1:]]
-        atomic_write_json(path, found)
+        atomic_write_json(path, {"about": about, "tokens_per_s": found})
     return {name: statistics.median(found[name]) for name in arguments.heads}
 
 
