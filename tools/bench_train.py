@@ -1,13 +1,15 @@
 """Training speed against EAGLE's recipe written plainly: the same samples a step, real tokens per second, loss beside each row.
 
 python tools/bench_train.py                 # one core, about five CPU-minutes; writes tools/results/bench_train.{json,md}
-python tools/bench_train.py --cores 2       # also two threads, and two processes of one thread each, by the clock
+python tools/bench_train.py --cores 2       # also two threads, and two processes of one thread each, by the clock: wants a quiet machine
 
 The data are random text of SmolLM2-135M's sizes (``trainer/random_cache.py``), the head is ``head=eagle`` (and ``head=eagle3``), both
 sides begin from the same weights and step with AdamW. Every recipe runs in a process of its own, forked from one that has all data, so
 that its peak memory is its own; the processes take their steps in turn, one at a time. Speed is real (unpadded) tokens per second of
 the process' CPU time, since other work may run beside; ratios are medians over the repeats of ratios within one repeat. The bound is
-what the matrix products alone would take at the rates that are measured in the same run (attention's own products left out).
+what the matrix products alone would take at the rates that are measured in the same run (attention's own products left out). Two
+processes share the samples of two steps, and are held against one core's two steps over the same; what the second core gives the
+matrix products alone, at the same moments, is measured beside it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -44,6 +46,7 @@ from mtp_train.records import Sample
 from mtp_train.runtime import atomic_write_json, atomic_write_text, provenance
 from mtp_train.target.draft_vocabulary import count_answer_tokens, most_frequent
 from mtp_train.target.weights import SharedWeights
+from mtp_train.trainer.kernel_rates import KernelRates, Way
 from mtp_train.trainer.module import TrainingModule
 from mtp_train.trainer.objective import Objective, Term
 from mtp_train.trainer.pack_share import PackShare
@@ -82,10 +85,19 @@ class Data:
     draft_vocab_size: int
     chunk_rows: int
 
-    def samples(self, recipe: Recipe, number: int) -> list[Sample]:
-        """Four samples; two of them where the plain recipe would keep the logits of several depths."""
-        chosen = self.batches[number][: 4 if recipe.draft_steps == 1 else 2]
+    def samples(self, recipe: Recipe, number: int, *, world: int = 1) -> list[Sample]:
+        """Four samples; two of them where the plain recipe would keep the logits of several depths. Of ``world`` steps together."""
+        num_samples = 4 if recipe.draft_steps == 1 else 2
+        chosen = [sample for batch in self.batches[number : number + world] for sample in batch[:num_samples]]
         return [sample if recipe.head == "eagle3" else replace(sample, taps_TLD=None) for sample in chosen]
+
+
+def shares(samples: Sequence[Sample], world: int) -> list[list[Sample]]:
+    """The samples dealt to ``world`` processes, the longest first and each to whoever has fewest tokens."""
+    dealt: list[list[Sample]] = [[] for _ in range(world)]
+    for sample in sorted(samples, key=lambda sample: -sample.num_tokens):
+        min(dealt, key=lambda share: sum(one.num_tokens for one in share)).append(sample)
+    return dealt
 
 
 def make_data(words: argparse.Namespace, folder: Path) -> Data:
@@ -181,7 +193,7 @@ def work(data: Data, recipe: Recipe, pipe: Connection, *, threads: int, rank: in
             peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
             pipe.send({"peak_mb": peak_mb, "held_out_kl": held_out_kl(data, side)})
             continue
-        samples = data.samples(recipe, message)[rank::world]
+        samples = shares(data.samples(recipe, message, world=world), world)[rank]
         cpu_s, wall_s = time.process_time(), time.perf_counter()
         loss = side.loss(samples)
         loss.backward()
@@ -226,6 +238,10 @@ class Worker:
             self.processes.append(process)
         self.steps: list[dict[str, float]] = []
 
+    @property
+    def way(self) -> Way:
+        return "2 threads" if self.threads == 2 else "2 processes" if self.world == 2 else "one core"
+
     def step(self, number: int) -> None:
         for pipe in self.pipes:
             pipe.send(number)
@@ -243,39 +259,9 @@ class Worker:
         return {"peak_mb": sum(one["peak_mb"] for one in found), "held_out_kl": found[0]["held_out_kl"]}
 
 
-class Rates:
-    """Operations per second of one thread at the shapes that count, and bytes per second of a copy, measured between the steps."""
-
-    def __init__(self, data: Data) -> None:
-        size, rows = data.target.hidden_size, data.chunk_rows
-        self._left = torch.randn(rows, size).bfloat16()
-        self._grad = torch.randn(rows, data.target.vocab_size).bfloat16()
-        self._table = data.shared.lm_head_VD
-        self._layer = torch.randn(2048, size).bfloat16(), torch.randn(data.target.intermediate_size, size).bfloat16()
-        self._block = torch.zeros(1 << 25)
-        self.found: dict[str, list[float]] = {"project": [], "back": [], "layer": [], "copy": []}
-
-    def measure(self) -> None:
-        product = 2.0 * self._left.shape[0] * self._table.numel()
-        self._add("project", lambda: self._left @ self._table.T, product)
-        self._add("back", lambda: self._grad @ self._table, product)
-        self._add("layer", lambda: self._layer[0] @ self._layer[1].T, 2.0 * self._layer[0].numel() * self._layer[1].shape[0])
-        self._add("copy", self._block.clone, 2.0 * self._block.nbytes)
-
-    def _add(self, name: str, run: Callable[[], object], amount: float) -> None:
-        run()
-        begun = time.process_time()
-        run()
-        run()
-        self.found[name].append(2 * amount / (time.process_time() - begun))
-
-    def medians(self) -> dict[str, float]:
-        return {name: statistics.median(found) for name, found in self.found.items()}
-
-
-def bound_s(data: Data, recipe: Recipe, number: int, rates: dict[str, float]) -> float:
+def bound_s(data: Data, recipe: Recipe, samples: Sequence[Sample], rates: dict[str, float]) -> float:
     """Seconds that the matrix products of one step take at the measured rates, with nothing computed that nobody reads."""
-    samples, head = data.samples(recipe, number), make_head(data, recipe.head)
+    head = make_head(data, recipe.head)
     layer = sum(parameter.numel() for name, parameter in head.named_parameters() if parameter.ndim == 2 and "lm_head" not in name)
     row_wise = sum(parameter.numel() for part in head.feed_forward() for parameter in part.parameters())
     per_row, depths = 2.0 * data.target.hidden_size, recipe.draft_steps
@@ -297,43 +283,49 @@ def bound_s(data: Data, recipe: Recipe, number: int, rates: dict[str, float]) ->
     return head_s + teacher / rates["project"] + 6.0 * through_layer / rates["layer"]
 
 
-def rows_of(data: Data, workers: Sequence[Worker], rates: dict[str, float]) -> list[dict[str, Any]]:
-    """The figures of every worker, against the plain recipe of the same unroll."""
+def rows_of(data: Data, workers: Sequence[Worker], rates: KernelRates) -> list[dict[str, Any]]:
+    """The figures of every worker, against the plain recipe of the same unroll on one core, and of two cores against one."""
     found = []
+    alone = {worker.recipe: worker for worker in workers if worker.way == "one core"}
     for worker in workers:
-        plain = next(
-            (
-                other
-                for other in workers
-                if other.recipe.teacher == "plain"
-                and other.recipe.draft_steps == worker.recipe.draft_steps
-                and other.threads * other.world == 1
-            ),
-            None,
-        )
-        clock = "cpu_s" if worker.threads * worker.world == 1 else "wall_s"
+        plain = alone.get(Recipe("plain", worker.recipe.draft_steps))
+        clock = "cpu_s" if worker.way == "one core" else "wall_s"
         speeds = [step["tokens"] / step[clock] for step in worker.steps]
-        ratios = [] if plain is None else [ours / (base["tokens"] / base[clock]) for ours, base in zip(speeds, plain.steps, strict=False)]
-        bounds = [worker.steps[i]["tokens"] / bound_s(data, worker.recipe, i, rates) for i in range(len(worker.steps))]
-        fractions = [speed / bound for speed, bound in zip(speeds, bounds, strict=True)]
-        found.append(
-            {
-                "recipe": worker.recipe.name,
-                "threads": worker.threads,
-                "processes": worker.world,
-                "clock": clock,
-                "tokens_per_s": statistics.median(speeds),
-                "spread": [min(speeds), max(speeds)],
-                "ratio": statistics.median(ratios) if ratios else None,
-                "ratios": ratios,
-                "bound_tokens_per_s": statistics.median(bounds),
-                "fraction_of_bound": statistics.median(fractions) if clock == "cpu_s" else None,
-                "training_loss": worker.steps[-1]["loss"],
-                "steps": len(worker.steps),
-                **worker.end(),
-            }
-        )
+        ratios = [] if plain is None else [ours / base for ours, base in zip(speeds, spans(plain, worker, clock), strict=False)]
+        own_rates = rates.per_cpu_s() if clock == "cpu_s" else rates.medians(worker.way)
+        used = [data.samples(worker.recipe, number, world=worker.world) for number in range(len(worker.steps))]
+        bounds = [
+            step["tokens"] / bound_s(data, worker.recipe, samples, own_rates) for samples, step in zip(used, worker.steps, strict=True)
+        ]
+        row = {
+            "recipe": worker.recipe.name,
+            "cores": worker.way,
+            "clock": clock,
+            "tokens_per_s": statistics.median(speeds),
+            "spread": [min(speeds), max(speeds)],
+            "ratio": statistics.median(ratios) if ratios else None,
+            "ratios": ratios,
+            "bound_tokens_per_s": statistics.median(bounds),
+            "fraction_of_bound": statistics.median(speed / bound for speed, bound in zip(speeds, bounds, strict=True)),
+            "training_loss": worker.steps[-1]["loss"],
+            "steps": len(worker.steps),
+        }
+        if worker.way != "one core":
+            gains = [ours / base for ours, base in zip(speeds, spans(alone[worker.recipe], worker, clock), strict=True)]
+            one_core = rates.medians("one core")
+            kernels = [
+                bound_s(data, worker.recipe, samples, one_core) / bound_s(data, worker.recipe, samples, own_rates) for samples in used
+            ]
+            row |= {"second_core": statistics.median(gains), "second_core_spread": [min(gains), max(gains)]}
+            row |= {"second_core_kernels": statistics.median(kernels)}
+        found.append(row | worker.end())
     return found
+
+
+def spans(base: Worker, worker: Worker, clock: str) -> list[float]:
+    """What ``base`` made of the samples of each step of ``worker``, in tokens per second."""
+    groups = [base.steps[number : number + worker.world] for number in range(len(worker.steps))]
+    return [sum(step["tokens"] for step in group) / sum(step[clock] for step in group) for group in groups]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -342,19 +334,25 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        cores = (
-            "1"
-            if row["threads"] * row["processes"] == 1
-            else f"{row['threads']} threads"
-            if row["processes"] == 1
-            else f"{row['processes']} processes"
-        )
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.1f}"
-        share = "" if row["fraction_of_bound"] is None else f"{row['fraction_of_bound']:.2f}"
         kl = "" if math.isnan(row["held_out_kl"]) else f"{row['held_out_kl']:.3f}"
         lines.append(
-            f"| {row['recipe']} | {cores} | {row['tokens_per_s']:.0f} | {row['spread'][0]:.0f}, {row['spread'][1]:.0f} | {ratio} "
-            f"| {row['bound_tokens_per_s']:.0f} | {share} | {row['training_loss']:.3f} | {kl} | {row['peak_mb']:.0f} |"
+            f"| {row['recipe']} | {row['cores']} | {row['tokens_per_s']:.0f} | {row['spread'][0]:.0f}, {row['spread'][1]:.0f} | {ratio} "
+            f"| {row['bound_tokens_per_s']:.0f} | {row['fraction_of_bound']:.2f} | {row['training_loss']:.3f} | {kl} "
+            f"| {row['peak_mb']:.0f} |"
+        )
+    two = [row for row in rows if "second_core" in row]
+    if two:
+        lines += [
+            "",
+            "| recipe | two cores as | times one core | least, most | its matrix products alone | share of that |",
+            "|---|---|---|---|---|---|",
+        ]
+    for row in two:
+        low, high = row["second_core_spread"]
+        lines.append(
+            f"| {row['recipe']} | {row['cores']} | {row['second_core']:.2f} | {low:.2f}, {high:.2f} | {row['second_core_kernels']:.2f} "
+            f"| {row['second_core'] / row['second_core_kernels']:.2f} |"
         )
     return lines
 
@@ -373,9 +371,10 @@ GFLOP/s: {gflops} (the head's logits, their gradient, the layer); a copy {rates[
 
 {_LINES.join(table(rows))}
 
-Tokens are real ones, per second of one process' CPU time (by the clock, with two cores). `ratio` is to the plain recipe of the same unroll;
-`bound` what the matrix products alone allow. `held-out KL` is to the exact teacher over the whole vocabulary at depth 0, after the steps of
-the row: few, so that it shows equality, not quality. EAGLE-3 speaks over a third of the vocabulary, and its ratio is to EAGLE-1's recipe.
+Tokens are real ones, per second of one process' CPU time (by the clock, with two cores). `ratio` is to the plain recipe of the same unroll
+on one core; `bound` what the matrix products alone allow, at the rates of as many cores. `held-out KL` is to the exact teacher over the
+whole vocabulary at depth 0, after the steps of the row: few, so that it shows equality, not quality. EAGLE-3 speaks over a third of the
+vocabulary, and its ratio is to EAGLE-1's recipe.
 """
 
 
@@ -409,19 +408,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = make_data(words, Path(folder))
         chosen = [recipe for recipe in recipes(words.unrolls) if words.only is None or words.only in recipe.name]
+        if words.cores == 2 and words.repeats < 2:
+            parser.error("--repeats: expected at least 2 with --cores 2, whose processes share two steps' samples, found 1")
+        rates = KernelRates(
+            data.shared.lm_head_VD,
+            chunk_rows=words.chunk_rows,
+            intermediate_size=data.target.intermediate_size,
+            two_cores=words.cores == 2,
+        )
         workers = [Worker(data, recipe) for recipe in chosen]
         if words.cores == 2:
             first = [recipe for recipe in chosen if recipe.draft_steps == 1 and recipe.head == "eagle"]
             workers += [Worker(data, recipe, threads=2) for recipe in first]
             workers += [Worker(data, recipe, world=2) for recipe in first if recipe.teacher != "plain"]
-        rates = Rates(data)
         for number in range(words.repeats):
             rates.measure()
             for worker in workers:
-                if number < -(-words.repeats // worker.recipe.draft_steps):
+                if number < -(-words.repeats // worker.recipe.draft_steps) - (worker.world - 1):
                     worker.step(number)
-                    print(f"repeat {number}: {worker.recipe.name}: {worker.steps[-1]}", flush=True)
-        medians = rates.medians()
+                    print(f"repeat {number}: {worker.recipe.name}, {worker.way}: {worker.steps[-1]}", flush=True)
         samples = [sample.num_tokens for batch in data.batches for sample in batch]
         padded = sum(4 * max(sample.num_tokens for sample in batch) for batch in data.batches)
         about = {
@@ -435,7 +440,8 @@ def main() -> None:
             f"38.6% of them answers, padded to {padded / sum(samples):.2f} times in fours; vocabulary {data.target.vocab_size}, hidden "
             f"{data.target.hidden_size}; {words.chunk_rows} rows a chunk; four samples a step at unroll 1, two at more",
         }
-        rows = rows_of(data, workers, medians)
+        rows, medians = rows_of(data, workers, rates), rates.per_cpu_s()
+        rates.close()
     text = report(rows, medians, about)
     atomic_write_json(words.out / "bench_train.json", {**about, "rates": medians, "rows": rows})
     atomic_write_text(words.out / "bench_train.md", text)
