@@ -112,6 +112,11 @@ def _objective(cfg: DictConfig) -> Objective:
         weight = fit(float, settings.pop("weight"), f"losses.{word}.weight")
         if weight != 0:
             terms[word] = Term(weight, build({**node, **settings}, where=f"losses.{word}"))
+    if cfg.compile and not any(term.loss.compiles for term in terms.values()):
+        raise ValueError(
+            f"compile: expected a loss whose passes can be compiled (forward_kl), found {', '.join(terms)}; set compile=false, which is "
+            "as fast for these"
+        )
     weights = None if cfg.depth_weights is None else tuple(cfg.depth_weights)
     return Objective(terms=terms, draft_steps=cfg.draft_steps, decay=cfg.depth_decay, chunk_rows=cfg.chunk_rows, depth_weights=weights)
 
@@ -187,7 +192,8 @@ def _stated_identity(cfg: DictConfig) -> dict[str, Any]:
     settings = {name: plain(cfg[name]) for name in (*names, "schedule")}
     for name in ("optimizer", "schedule"):
         del settings[name]["_target_"]
-    return settings | {name: plain(cfg[name]) for name in ("depth_weights", "shuffle_shards", "mixture") if cfg[name] is not None}
+    settings |= {name: plain(cfg[name]) for name in ("depth_weights", "shuffle_shards", "mixture") if cfg[name] is not None}
+    return settings | ({"compile": True} if cfg.compile else {})  # it rounds otherwise
 
 
 def _on_validate(cfg: DictConfig, target: OpenTarget, samples: Subset) -> MeasuredAcceptance | None:
@@ -253,6 +259,7 @@ def main(cfg: DictConfig) -> None:
     check_continues(Path(cfg.out), _stated_identity(cfg), only_these=True)
     target = open_target(cfg.target)
 
+    from mtp_train.loss.compiled import compiled_passes
     from mtp_train.trainer.loop import Trainer
     from mtp_train.trainer.module import make_accelerator
     from mtp_train.trainer.probe import has_probe
@@ -298,7 +305,8 @@ def main(cfg: DictConfig) -> None:
         before_read=None if supply is None else supply.before_read,
     )
     record(run, stage_name="train")  # only now: settings that do not go together have been refused
-    trained = trainer.run()
+    with compiled_passes(cfg.compile):
+        trained = trainer.run()
     if is_main() and (trained or not has_probe(run.out)):
         last = plan.packs(num_steps - 1)[0] if held_out is None and cfg.mode != "offline" else None  # those read last are still there
         _probe(run.out, target, held_out or train, last)

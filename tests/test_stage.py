@@ -198,6 +198,7 @@ REFUSED = {
         "found 'kl'\n",
         "losses.forward_kl=1": "expected one that is there (hidden_l1, topk_kl), found 'forward_kl'; +losses.forward_kl=... adds it",
         "depth_weights=[1.0,0.5]": "depth_weights: expected one weight per depth (draft_steps=1)",
+        "compile=true": "compile: expected a loss whose passes can be compiled (forward_kl), found hidden_l1, topk_kl",
         "losses.topk_kl=x": "losses.topk_kl: expected a number or a mapping, found 'x'",
         "num_steps=1.5": "num_steps: expected a whole number or null, found 1.5",
         "validation.fraction=null": "validation.fraction: expected a number, found null",

@@ -38,6 +38,7 @@ from mtp_train.head.eagle import Eagle
 from mtp_train.head.eagle3 import Eagle3
 from mtp_train.head.pair import NORMS
 from mtp_train.loss.base import Loss
+from mtp_train.loss.compiled import compiled_passes
 from mtp_train.loss.forward_kl import ForwardKl
 from mtp_train.loss.hidden_l1 import HiddenL1
 from mtp_train.loss.sampled_kl import SampledKl
@@ -57,16 +58,26 @@ SMOLLM2 = RandomTarget(vocab_size=49152, hidden_size=576, intermediate_size=1536
 SMALL = RandomTarget(vocab_size=2048, hidden_size=64, intermediate_size=128, num_heads=2, num_kv_heads=1, num_layers=4)
 DECAY, LR, CLIP, TOP_K, NUM_TOP, NUM_RANDOM = 0.8, 1e-3, 1.0, 64, 16, 2048
 _LINES = "\n"
-KL: dict[str, Loss] = {"exact": ForwardKl(), "top-64": TopkKl(), "sampled": SampledKl(num_top=NUM_TOP, num_random=NUM_RANDOM)}
+KL: dict[str, Loss] = {
+    "exact": ForwardKl(),
+    "exact, compiled": ForwardKl(),
+    "top-64": TopkKl(),
+    "sampled": SampledKl(num_top=NUM_TOP, num_random=NUM_RANDOM),
+}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One row: ``teacher`` is ``plain`` (EAGLE's recipe) or a key of ``KL``; ``head`` eagle or eagle3."""
+    """One row: ``teacher`` is ``plain`` (EAGLE's recipe) or a key of ``KL`` (``compiled``: with train's compile=true); ``head``
+    eagle or eagle3."""
 
     teacher: str
     draft_steps: int = 1
     head: str = "eagle"
+
+    @property
+    def compiled(self) -> bool:
+        return self.teacher.endswith("compiled")
 
     @property
     def name(self) -> str:
@@ -188,6 +199,9 @@ def work(data: Data, recipe: Recipe, pipe: Connection, *, threads: int, rank: in
     side: Ours | Plain = Plain(data, recipe) if recipe.teacher == "plain" else Ours(data, recipe)
     parameters = [parameter for parameter in side.module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=LR, fused=True)
+    if recipe.compiled:
+        with compiled_passes(True):
+            side.loss(data.held_out)  # compiles
     while (message := pipe.recv()) is not None:
         if message == "end":
             peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
@@ -195,7 +209,8 @@ def work(data: Data, recipe: Recipe, pipe: Connection, *, threads: int, rank: in
             continue
         samples = shares(data.samples(recipe, message, world=world), world)[rank]
         cpu_s, wall_s = time.process_time(), time.perf_counter()
-        loss = side.loss(samples)
+        with compiled_passes(recipe.compiled):
+            loss = side.loss(samples)
         loss.backward()
         if world > 1:
             exchange(parameters, world)
@@ -276,7 +291,7 @@ def bound_s(data: Data, recipe: Recipe, samples: Sequence[Sample], rates: dict[s
         assert aligned.wanted is not None
         counted, wanted = aligned.counts_K.tolist(), len(aligned.wanted.rows_M)
         through_layer = rows * (layer - row_wise) + wanted * (row_wise + (depths - 1) * layer)
-        teacher = sum(counted) * per_row * data.target.vocab_size if recipe.teacher == "exact" else 0.0
+        teacher = sum(counted) * per_row * data.target.vocab_size if recipe.teacher.startswith("exact") else 0.0
         if aligned.vocabulary_sample is not None:
             vocabulary = aligned.vocabulary_sample.ids_S.shape[0]
     head_s = sum(counted) * per_row * vocabulary * (1 / rates["project"] + (2 if recipe.head == "eagle3" else 1) / rates["back"])
@@ -389,7 +404,7 @@ def _cpu_name() -> str:
 
 
 def recipes(unrolls: Sequence[int]) -> list[Recipe]:
-    rows = [Recipe(teacher, steps) for steps in unrolls for teacher in ("plain", *KL)]
+    rows = [recipe for steps in unrolls for recipe in (Recipe(word, steps) for word in ("plain", *KL)) if steps == 1 or not recipe.compiled]
     return rows + [Recipe(teacher, steps, "eagle3") for steps in unrolls for teacher in ("exact", "top-64")]
 
 
@@ -418,7 +433,7 @@ def main() -> None:
         )
         workers = [Worker(data, recipe) for recipe in chosen]
         if words.cores == 2:
-            first = [recipe for recipe in chosen if recipe.draft_steps == 1 and recipe.head == "eagle"]
+            first = [recipe for recipe in chosen if recipe.draft_steps == 1 and recipe.head == "eagle" and not recipe.compiled]
             workers += [Worker(data, recipe, threads=2) for recipe in first]
             workers += [Worker(data, recipe, world=2) for recipe in first if recipe.teacher != "plain"]
         for number in range(words.repeats):

@@ -152,10 +152,11 @@ class LossChunk:
 class Loss(ABC):
     """A measure of how far the head is from its teacher, row by row.
 
-    ``needs`` says what the chunk must offer; ``unit`` what the number is measured in.
+    ``needs`` says what the chunk must offer; ``unit`` what the number is measured in; ``compiles`` whether ``compiled.py`` changes it.
     """
 
     unit: ClassVar[Unit]
+    compiles: ClassVar[bool] = False
 
     @property
     @abstractmethod
