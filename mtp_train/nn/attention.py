@@ -15,7 +15,8 @@ import torch
 from torch.nn import functional
 
 from mtp_train.nn.causal import causal_kernel
-from mtp_train.nn.parts import Part, num_scores, parts_of
+from mtp_train.nn.parts import Part, bounds_of, num_scores, parts_of
+from mtp_train.nn.varlen import varlen_kernel
 from mtp_train.nn.wanted import WantedRows
 from mtp_train.records import RowShare
 
@@ -116,6 +117,10 @@ class _Unrolled(torch.autograd.Function):
     ) -> torch.Tensor:
         out = torch.empty_like(q)
         log_sum = torch.empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+        together, bounds = varlen_kernel(q), bounds_of(parts)
+        if together is not None and bounds is not None:
+            out, log_sum = together.forward(q, k, v, bounds=bounds, scale=scale, window=window)
+            parts = ()
         for part in parts:
             rows, keys = part.rows, part.keys
             found, found_sum = causal_kernel(q[:, rows], window=window).forward(
@@ -137,7 +142,7 @@ class _Unrolled(torch.autograd.Function):
                 total += value.to(wide) * (score - merged).exp()[..., None]
             out, log_sum = total.to(q.dtype), merged
         ctx.save_for_backward(q, k, v, out, log_sum, *own)
-        ctx.parts, ctx.scale, ctx.window = parts, scale, window
+        ctx.parts, ctx.together, ctx.bounds, ctx.scale, ctx.window = parts, together, bounds, scale, window
         return out
 
     @staticmethod
@@ -145,7 +150,10 @@ class _Unrolled(torch.autograd.Function):
         q, k, v, out, log_sum, *own = ctx.saved_tensors
         scale, window = ctx.scale, ctx.window
         grad = grad.contiguous()
-        grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        if ctx.together is not None and ctx.bounds is not None:
+            grad_q, grad_k, grad_v = ctx.together.backward(grad, q, k, v, out, log_sum, bounds=ctx.bounds, scale=scale, window=window)
+        else:
+            grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for part in ctx.parts:
             rows, keys = part.rows, part.keys
             grads = causal_kernel(q[:, rows], window=window).backward(

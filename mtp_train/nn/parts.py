@@ -36,6 +36,16 @@ def parts_of(bounds: Sequence[int], stretches: Sequence[tuple[int, int]] | None)
     return tuple(parts)
 
 
+def bounds_of(parts: Sequence[Part]) -> tuple[int, ...] | None:
+    """The bounds of the samples, where there are several and the parts are they, whole, one behind another; None elsewhere."""
+    bounds = (0, *(part.rows.stop for part in parts))
+    whole = all(
+        part.causal and part.rows == part.keys == slice(first, last)
+        for part, (first, last) in zip(parts, itertools.pairwise(bounds), strict=True)
+    )
+    return bounds if whole and len(parts) > 1 else None
+
+
 def num_scores(parts: Sequence[Part]) -> int:
     """What parts cost: their scores of a query with a key, and what each call costs whatever its size."""
     sizes = [(part.rows.stop - part.rows.start, part.keys.stop - part.keys.start, part.causal) for part in parts]

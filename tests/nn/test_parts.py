@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mtp_train.nn.parts import num_scores, parts_of
+from mtp_train.nn.parts import bounds_of, num_scores, parts_of
 
 BOUNDS = (0, 5, 6, 14)
 
@@ -25,3 +25,11 @@ def test_short_samples_are_cheaper_whole_and_the_end_of_a_long_one_alone() -> No
     short = tuple(range(0, 4097, 512))
     assert num_scores(parts_of(short, None)) < num_scores(parts_of(short, [(start + 256, start + 512) for start in short[:-1]]))
     assert num_scores(parts_of((0, 8192), None)) > num_scores(parts_of((0, 8192), [(7168, 8192)]))
+
+
+def test_parts_that_are_whole_samples_have_their_bounds() -> None:
+    assert bounds_of(parts_of(BOUNDS, None)) == BOUNDS
+    assert bounds_of(parts_of(BOUNDS, [(0, 5), (5, 6), (6, 14)])) == BOUNDS
+    assert bounds_of(parts_of((0, 5), None)) is None  # one sample needs no other kernel
+    assert bounds_of(parts_of(BOUNDS, [(0, 5), (6, 14)])) is None
+    assert bounds_of(parts_of(BOUNDS, [(2, 5), (5, 6), (6, 14)])) is None
