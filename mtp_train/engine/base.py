@@ -14,6 +14,10 @@ from mtp_train.records import Acceptance, FinishReason, Response, Sample
 
 DraftSampling = Literal["greedy", "probabilistic"]
 
+# Temperatures that are sampled at. vLLM draws at 0.01 where less is asked for (0.32.0, sampling_params.py), so that what it measured
+# would stand under another temperature; far above, float32 tells no two tokens' probabilities apart.
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 1e6
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -25,8 +29,10 @@ class Sampling:
     seed: int
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"sampling.temperature: expected 0 (greedy) or more, found {self.temperature}")
+        if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature <= MOST_TEMPERATURE:
+            raise ValueError(
+                f"sampling.temperature: expected 0 (greedy), or {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}, found {self.temperature:g}"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"sampling.top_p: expected a share in (0, 1], found {self.top_p}")
         if self.max_new_tokens < 1:

@@ -7,7 +7,6 @@ token of an answer comes from the prefill and is summed out.)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ from mtp_train.decoding.eagle_tree import EagleTree
 from mtp_train.decoding.lookahead import Lookahead
 from mtp_train.decoding.medusa_tree import MedusaTree
 from mtp_train.decoding.prompt_lookup import PromptLookup
-from mtp_train.engine.base import DraftSampling, Sampling, SpeculateRequest, SpeculateSettings
+from mtp_train.engine.base import LEAST_TEMPERATURE, MOST_TEMPERATURE, DraftSampling, Sampling, SpeculateRequest, SpeculateSettings
 from mtp_train.engine.hf import HfEngine
 from mtp_train.engine.measure import prove_identity
 from mtp_train.head.base import Head, ParallelHead
@@ -52,8 +51,10 @@ class Case:
     temperature: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperatures: expected numbers above 0 for sampled cases, found {self.temperature}")
+        if not LEAST_TEMPERATURE <= self.temperature <= MOST_TEMPERATURE:
+            raise ValueError(
+                f"temperatures: expected {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g} for sampled cases, found {self.temperature:g}"
+            )
 
     @property
     def key(self) -> str:

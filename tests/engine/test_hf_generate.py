@@ -1,5 +1,7 @@
 """Generation over the ragged cache equals transformers' own, whoever else is in the batch."""
 
+import math
+
 import pytest
 import torch
 
@@ -74,6 +76,14 @@ def test_prompts_share_what_decoding_leaves():
 def test_an_empty_prompt_is_refused(tiny_target, make_engine):
     with pytest.raises(ValueError, match="r0"):
         list(make_engine(tiny_target).generate([GenerateRequest(request_id="r0", token_ids=(), max_new_tokens=9)], GREEDY))
+
+
+@pytest.mark.parametrize("temperature", [-1.0, 1e-30, 0.001, 1e7, math.inf, math.nan])
+def test_a_temperature_that_engines_do_not_draw_at_is_refused(temperature):
+    """vLLM would draw at 0.01 in place of less, and softmax(logits / 1e-38) is no distribution in float32."""
+    with pytest.raises(ValueError, match=r"sampling.temperature: expected 0 \(greedy\), or 0.01 to 1e\+06, found"):
+        Sampling(temperature=temperature, top_p=1.0, max_new_tokens=1, seed=0)
+    assert Sampling(temperature=0.01, top_p=1.0, max_new_tokens=1, seed=0).temperature == 0.01
 
 
 def test_a_requests_own_limit_holds_beside_the_samplings(tiny_target, make_engine, prompts):
