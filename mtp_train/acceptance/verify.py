@@ -37,6 +37,17 @@ def probabilities(logits_MV: torch.Tensor, *, temperature: float, top_p: float) 
     return kept_MV / kept_MV.sum(-1, keepdim=True)
 
 
+def check_finite(logits_MV: torch.Tensor, *, of: str) -> None:
+    """ValueError where a row's largest logit is no number (NaN, or infinite): whatever were chosen or drawn by it would be counted as
+    if it meant something. Single tokens of logit -inf are as they should be: never drawn."""
+    num_bad = int((~logits_MV.max(-1).values.isfinite()).sum())
+    if num_bad:
+        raise ValueError(
+            f"{of}: expected finite logits, found NaN or infinite ones in {num_bad} of {len(logits_MV)} rows; its weights are damaged, its "
+            "training broke, or the dtype cannot hold its numbers: try engine.dtype=float32, or choose another checkpoint"
+        )
+
+
 def draw(weights_MV: torch.Tensor, uniform_M: torch.Tensor) -> torch.Tensor:
     """Draw one token per row by inverting the cumulative sum, int64 (M,).
 

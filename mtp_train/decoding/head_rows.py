@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from mtp_train.acceptance.draft import ROOT
+from mtp_train.acceptance.verify import check_finite
 from mtp_train.decoding.base import NewBases
 from mtp_train.head.base import Drafted, Head, ParallelHead
 from mtp_train.nn.ragged import RaggedAttention, RaggedCache
@@ -142,5 +143,7 @@ class HeadRows:
         return drafted
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """What the head says at rows, (R, V), over the target's vocabulary."""
-        return self.head.over_target(self.head.project(hidden_RD))
+        """What the head says at rows, (R, V), over the target's vocabulary. ValueError where it says nothing finite."""
+        logits_RV = self.head.over_target(self.head.project(hidden_RD))
+        check_finite(logits_RV, of=f"head {self.head.word}")
+        return logits_RV

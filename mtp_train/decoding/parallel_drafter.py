@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from mtp_train.acceptance.draft import Draft
+from mtp_train.acceptance.verify import check_finite
 from mtp_train.decoding.base import Drafter, NewBases
 from mtp_train.head.base import ParallelHead
 
@@ -30,6 +31,7 @@ class ParallelDrafter(Drafter):
         drafting = [index for index, bases in enumerate(new) if bases.drafts]
         if drafting:
             logits_KBV = self.head.ahead(torch.stack([new[index].hidden_BD[-1] for index in drafting]))
+            check_finite(logits_KBV.flatten(0, 1), of=f"head {self.head.word}")
             for index, draft in zip(drafting, self._form(logits_KBV, [new[index] for index in drafting]), strict=True):
                 drafts[index] = draft
         return drafts

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mtp_train.acceptance.tally import keep
-from mtp_train.acceptance.verify import draw, probabilities, request_generator, uniforms
+from mtp_train.acceptance.verify import check_finite, draw, probabilities, request_generator, uniforms
 from mtp_train.engine.base import Generated, GenerateRequest, Sampling
 from mtp_train.engine.hf_model import TargetModel
 from mtp_train.nn.ragged import RaggedAttention, RaggedCache
@@ -40,6 +40,17 @@ def share_rows(num_pending: Sequence[int], *, budget: int) -> list[int]:
     return shares
 
 
+def check_tokens(token_ids: Sequence[int], *, num_rows: int, where: str) -> None:
+    """ValueError for a prompt without tokens, or with one that the target's embedding of ``num_rows`` rows does not have."""
+    if not token_ids:
+        raise ValueError(f"{where}: expected at least one token to continue, found none")
+    if (least := min(token_ids)) < 0 or max(token_ids) >= num_rows:
+        raise ValueError(
+            f"{where}: expected token ids from 0 to {num_rows - 1}, which the target has, found {least if least < 0 else max(token_ids)}; "
+            "encode the prompt with the target's own tokenizer"
+        )
+
+
 def choose(logits_MV: torch.Tensor, generators: Sequence[torch.Generator], *, temperature: float, top_p: float) -> list[int]:
     """The next token of each row: the argmax, or drawn by the row's own generator."""
     if temperature == 0:
@@ -66,7 +77,7 @@ def generate(
         for slot in range(cache.num_slots):
             if slot not in running and waiting:
                 cache.clear(slot)
-                running[slot] = _start(waiting.popleft(), sampling)
+                running[slot] = _start(waiting.popleft(), sampling, num_rows=target.num_rows)
         # By slot: neighbours attend together.
         active = sorted((entry for entry in _shares(running, max_prefill_tokens) if entry[2]), key=lambda entry: entry[0])
         slots, counts = [slot for slot, _, _ in active], [share for _, _, share in active]
@@ -85,6 +96,7 @@ def generate(
         if not ready:
             continue
         logits_MV = target.logits(hidden_TD[torch.tensor(rows, device=target.device)])
+        check_finite(logits_MV, of="target")
         tokens = choose(logits_MV, [sequence.generator for _, sequence in ready], temperature=sampling.temperature, top_p=sampling.top_p)
         for (slot, sequence), token in zip(ready, tokens, strict=True):
             _, reason = keep([token], remaining=sequence.limit - len(sequence.new_tokens), stop_ids=stop_ids)
@@ -95,9 +107,8 @@ def generate(
                 yield Generated(request_id=sequence.request.request_id, token_ids=tuple(sequence.new_tokens), finish_reason=reason)
 
 
-def _start(request: GenerateRequest, sampling: Sampling) -> _Sequence:
-    if not request.token_ids:
-        raise ValueError(f"request {request.request_id}: expected at least one token to continue, found none")
+def _start(request: GenerateRequest, sampling: Sampling, *, num_rows: int) -> _Sequence:
+    check_tokens(request.token_ids, num_rows=num_rows, where=f"request {request.request_id}")
     limit = min(request.max_new_tokens, sampling.max_new_tokens)
     if limit < 1:
         raise ValueError(

@@ -97,6 +97,12 @@ class TargetModel:
     def num_layers(self) -> int:
         return len(self.decoder.layers)
 
+    @property
+    def num_rows(self) -> int:
+        """Tokens that its embedding has."""
+        embedding: nn.Embedding = self.model.get_input_embeddings()
+        return embedding.num_embeddings
+
     def _parts(self) -> tuple[Any, nn.Linear]:
         decoder, lm_head = self.model.base_model, self.model.get_output_embeddings()
         if not isinstance(getattr(decoder, "layers", None), nn.ModuleList) or not hasattr(decoder, "norm"):

@@ -21,7 +21,7 @@ from mtp_train.acceptance.tally import Tally, keep
 from mtp_train.acceptance.verify import request_generator
 from mtp_train.decoding.base import NewBases
 from mtp_train.engine.base import SpeculateRequest, SpeculateSettings
-from mtp_train.engine.hf_generate import share_rows
+from mtp_train.engine.hf_generate import check_tokens, share_rows
 from mtp_train.engine.hf_model import TargetModel
 from mtp_train.engine.hf_verify import judge
 from mtp_train.head.base import Head
@@ -140,8 +140,7 @@ class Speculation:
         )
 
     def _admit(self, slot: int, request: SpeculateRequest) -> None:
-        if not request.token_ids:
-            raise ValueError(f"prompt {request.prompt_id}: expected at least one token to continue, found none")
+        check_tokens(request.token_ids, num_rows=self.target.num_rows, where=f"prompt {request.prompt_id}")
         self.cache.clear(slot)
         self.drafter.begin(slot, request.token_ids)
         self.running[slot] = _Sequence(

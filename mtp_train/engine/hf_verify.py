@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mtp_train.acceptance.draft import Draft, Judged
-from mtp_train.acceptance.verify import probabilities, uniforms, verify_greedy, verify_sampled
+from mtp_train.acceptance.verify import check_finite, probabilities, uniforms, verify_greedy, verify_sampled
 from mtp_train.acceptance.verify_tree import verify_tree_greedy, verify_tree_sampled
 from mtp_train.engine.base import Sampling
 from mtp_train.engine.hf_generate import choose
@@ -16,10 +16,12 @@ from mtp_train.engine.hf_generate import choose
 def judge(drafts: Sequence[Draft], logits_RV: torch.Tensor, generators: Sequence[torch.Generator], sampling: Sampling) -> list[Judged]:
     """What the target accepts of each draft, and its own token behind that.
 
-    ``logits_RV`` are the target's, sequence by sequence: behind its last token, then behind each candidate.
+    ``logits_RV`` are the target's, sequence by sequence: behind its last token, then behind each candidate. ValueError where
+    they are not finite.
     """
     counts = [draft.num_candidates + 1 for draft in drafts]
     assert logits_RV.shape[0] == sum(counts), (logits_RV.shape, counts)
+    check_finite(logits_RV, of="target")
     chains = all(draft.is_chain for draft in drafts)
     if sampling.temperature == 0:
         best_R = choose(logits_RV, generators, temperature=0.0, top_p=1.0)

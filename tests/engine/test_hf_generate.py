@@ -78,6 +78,21 @@ def test_an_empty_prompt_is_refused(tiny_target, make_engine):
         list(make_engine(tiny_target).generate([GenerateRequest(request_id="r0", token_ids=(), max_new_tokens=9)], GREEDY))
 
 
+@pytest.mark.parametrize(("token", "found"), [(160, "found 160"), (-1, "found -1")])
+def test_a_token_that_the_target_has_no_embedding_of_is_refused(tiny_target, make_engine, token, found):
+    with pytest.raises(ValueError, match=f"request r0: expected token ids from 0 to 159, which the target has, {found}"):
+        list(make_engine(tiny_target).generate([GenerateRequest(request_id="r0", token_ids=(8, token, 9), max_new_tokens=9)], GREEDY))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
+def test_a_target_of_broken_weights_is_refused(tiny_target, make_engine, prompts, sampling):
+    engine = make_engine(tiny_target)
+    with torch.no_grad():
+        engine.target.lm_head.weight[5, 0] = float("nan")
+    with pytest.raises(ValueError, match="target: expected finite logits, found NaN or infinite ones in 4 of 4 rows"):
+        _answers(engine, _requests(prompts[:1] * 4), sampling)
+
+
 @pytest.mark.parametrize("temperature", [-1.0, 1e-30, 0.001, 1e7, math.inf, math.nan])
 def test_a_temperature_that_engines_do_not_draw_at_is_refused(temperature):
     """vLLM would draw at 0.01 in place of less, and softmax(logits / 1e-38) is no distribution in float32."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from mtp_train.head.base import Drafted, Head, ParallelHead
 from mtp_train.nn.attention import PackedAttention
 from mtp_train.nn.ragged import RaggedAttention, RaggedCache
 
+V = 160
 CHAIN = Chain(num_speculative_tokens=4, refresh=True)
 STATIC = EagleTree(nodes_per_depth=(3, 4, 2, 1), refresh=True)
 DYNAMIC = DynamicTree(max_depth=4, width=3, max_nodes=9, min_confidence=0.0, refresh=True)
@@ -306,6 +308,55 @@ def test_trees_within_a_sliding_window(
     plain = engine.baseline(requests, settings_of(decoding)).token_ids
     assert {prompt.prompt_id: prompt.token_ids for prompt in found.prompts} == plain
     assert found.acceptance_length() > 1.5
+
+
+@pytest.mark.parametrize(("temperature", "draft_sampling"), [(0.0, "greedy"), (0.9, "probabilistic")])
+@pytest.mark.parametrize("said", [float("nan"), float("inf")])
+@pytest.mark.parametrize("decoding", [CHAIN, STATIC, MEDUSA, dataclasses.replace(CHAIN, num_speculative_tokens=2)], ids=str)
+def test_a_head_that_says_nothing_finite_is_refused(
+    engine: HfEngine,
+    requests: list[SpeculateRequest],
+    parallel: Parallel,
+    decoding: Decoding,
+    said: float,
+    temperature: float,
+    draft_sampling: Any,
+) -> None:
+    """Its drafts are refused or never made, so that it would be measured as a poor head, or break where it is drawn from."""
+    head: Head = ItsOwnDraft(engine.target, bend=1.0)
+    head.noise_V[5] = said
+    if decoding.depth < 4:
+        head = copy.copy(parallel)
+        head.noise_KV = parallel.noise_KV.index_fill(1, torch.tensor([5]), said)
+    asked = settings_of(decoding, temperature=temperature, draft_sampling=draft_sampling)
+    with pytest.raises(ValueError, match=f"head {head.word}: expected finite logits, found NaN or infinite ones in"):
+        with_head(engine, head).speculate(requests, Path("unused"), asked)
+
+
+def test_a_head_may_leave_tokens_out(engine: HfEngine, requests: list[SpeculateRequest], plain_answers: Any) -> None:
+    """A logit of -inf is a token that is never drafted, not a fault."""
+    head = ItsOwnDraft(engine.target, bend=1.0)
+    head.noise_V[::2] = float("-inf")
+    found = with_head(engine, head).speculate(requests, Path("unused"), settings_of(STATIC))
+    assert {prompt.prompt_id: prompt.token_ids for prompt in found.prompts} == plain_answers
+    taken = [token for prompt in found.prompts for token, own in zip(prompt.token_ids, prompt.accepted, strict=True) if own]
+    assert taken and all(token % 2 for token in taken)
+
+
+def test_a_target_of_broken_weights_is_refused(tiny_target: Path, make_engine: Any, requests: list[SpeculateRequest]) -> None:
+    engine = make_engine(tiny_target)
+    with torch.no_grad():
+        engine.target.lm_head.weight[5, 0] = float("nan")
+    for temperature in (0.0, 1.0):
+        with pytest.raises(ValueError, match="target: expected finite logits"):
+            engine.speculate(requests, None, settings_of(SCHEMES["prompt_lookup"], temperature=temperature))
+
+
+@pytest.mark.parametrize("token_ids", [(8, V, 9), (-1,), ()])
+def test_a_prompt_that_is_none_of_the_targets_is_refused(engine: HfEngine, token_ids: tuple[int, ...]) -> None:
+    asked = [SpeculateRequest(prompt_id="odd", category="c", token_ids=token_ids)]
+    with pytest.raises(ValueError, match="prompt odd: expected"):
+        engine.speculate(asked, None, settings_of(SCHEMES["prompt_lookup"]))
 
 
 def test_what_a_scheme_needs_is_said(engine: HfEngine, requests: list[SpeculateRequest], parallel: Parallel) -> None:
