@@ -22,8 +22,8 @@ def places(nodes_per_depth: Sequence[int]) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
     level: list[tuple[int, ...]] = [()]
     for count in nodes_per_depth:
-        # A child beyond this place has `count` siblings before it, all of smaller product.
-        candidates = [(*node, place) for node in level for place in range(count)]
+        # Before a child beyond this place come `count` others: the same and smaller places behind this node and those before it.
+        candidates = [(*node, place) for index, node in enumerate(level) for place in range(count // (index + 1))]
         level = sorted(candidates, key=lambda node: (prod(place + 1 for place in node), node))[:count]
         found += level
     return found

@@ -41,6 +41,7 @@ def drawn(
     """``counts[r]`` tokens of each row drawn from q one after the other without replacement; fewer where q has fewer."""
     own = [generator for generator in generators if generator is not None]
     assert len(own) == len(generators), "drafts that are drawn need each request's generator"
+    counts = [min(count, logits_RV.shape[1]) for count in counts]
     q_RV = probabilities(logits_RV, temperature=temperature, top_p=top_p)
     most = max(counts)
     uniform_RC = torch.zeros((len(counts), most), dtype=torch.float64)

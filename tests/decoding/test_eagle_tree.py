@@ -32,6 +32,19 @@ def test_places_are_a_tree_of_that_many_nodes_per_depth(shape):
     assert places((1, 1)) == [(0,), (0, 0)] and places((2, 3)) == [(0,), (1,), (0, 0), (0, 1), (1, 0)]
 
 
+@pytest.mark.parametrize("shape", [(4, 8, 8, 4, 2), (2, 12, 3), (9, 2, 9), (1, 6, 6)])
+def test_places_are_those_of_the_smallest_products(shape):
+    """Against all places that there are."""
+    level, found = [()], []
+    for count in shape:
+        level = sorted(
+            ((*node, place) for node in level for place in range(count)), key=lambda node: (math.prod(i + 1 for i in node), node)
+        )
+        level = level[:count]
+        found += level
+    assert places(shape) == found
+
+
 def _path(parents, node):
     path = []
     while node >= 0:

@@ -54,6 +54,13 @@ def test_where_q_has_fewer_tokens_fewer_are_drawn() -> None:
     assert sorted(found[0].token_ids) == [0, 1] and len(found[1].token_ids) == 3
 
 
+def test_more_children_than_tokens_cost_no_more_than_the_tokens() -> None:
+    """A tree may be as wide as one likes: nothing is drawn, or made room for, beyond the vocabulary."""
+    few, many = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
+    (all_drawn,), (asked,) = (drawn(_rows(1, 6), [n], [g], temperature=1.0, top_p=1.0) for n, g in ((6, few), (6000, many)))
+    assert asked.token_ids == all_drawn.token_ids and torch.equal(few.get_state(), many.get_state())
+
+
 def test_a_row_s_draws_do_not_hang_on_its_neighbours() -> None:
     logits = _rows(3, 6)
     together = drawn(logits, [2, 1, 3], [torch.Generator().manual_seed(s) for s in range(3)], temperature=1.0, top_p=1.0)
