@@ -53,9 +53,9 @@ def check_schemes(arguments: argparse.Namespace) -> None:
 def sampled(arguments: argparse.Namespace, target: Any, unfinished: Any) -> list[Any]:
     """Every scheme at every temperature on the small target. ValueError, before anything is drawn, where too little would be."""
     from mtp_train.acceptance.certificate import SampledCase, check_num_draws
-    from mtp_train.engine.certificate import cases, draw_case
+    from mtp_train.engine.certificate import DEPTH, cases, draw_case
 
-    check_num_draws(arguments.num_draws, num_cells=len(target.joint(1.0)))
+    check_num_draws(arguments.num_draws, num_cells=target.vocabulary ** (DEPTH + 1))
     asked = [case for case in cases(arguments.temperatures) if arguments.schemes is None or case.decoding.word in arguments.schemes]
     found = []
     for number, case in enumerate(asked, 1):

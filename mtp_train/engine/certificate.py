@@ -74,7 +74,9 @@ def schemes() -> list[Decoding]:
 
 
 def cases(temperatures: Sequence[float]) -> list[Case]:
-    """Every scheme with every kind of drafts that it has, at each temperature."""
+    """Every scheme with every kind of drafts that it has, at each temperature. ValueError for one temperature twice."""
+    if len({f"{heat:g}" for heat in temperatures}) < len(temperatures):
+        raise ValueError(f"temperatures: expected each once (six digits tell them apart), found {list(temperatures)}")
     found = []
     for decoding in schemes():
         kinds: tuple[DraftSampling, ...] = ("greedy", "probabilistic") if decoding.draws else ("greedy",)
@@ -121,6 +123,8 @@ class SmallTarget:
                 num_attention_heads=2,
                 max_position_embeddings=64,
                 initializer_range=0.3,
+                bos_token_id=0,
+                eos_token_id=0,
             )
             LlamaForCausalLM(config).save_pretrained(folder)
         self.folder, self.vocabulary, self.seed = folder, vocabulary, seed

@@ -117,7 +117,7 @@ class TargetModel:
     @torch.inference_mode()
     def _check_projection(self) -> None:
         """The logits must be lm_head(post-norm hidden) and nothing else (no soft cap, no scale): heads assume it."""
-        ids_1T = torch.tensor([[1, 2]], device=self.device)
+        ids_1T = torch.tensor([[0, 1]], device=self.device)
         position_1T = torch.tensor([[0, 1]], device=self.device)
         context = PackedAttention(bounds=(0, 2))
         expected = self.model(input_ids=ids_1T, position_ids=position_1T, use_cache=False, attention_context=context).logits[0]

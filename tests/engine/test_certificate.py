@@ -238,6 +238,12 @@ def test_an_interrupted_run_goes_on_and_other_code_starts_anew(tmp_path: Path, c
     assert len(asked) == 3 and "its cases are made again" in capsys.readouterr().err
 
 
+def test_the_smallest_vocabulary_has_two_tokens(tmp_path: Path) -> None:
+    """Fewer than the tree has places for."""
+    found = draw_case(SmallTarget(tmp_path, vocabulary=2, seed=1), SHORT["eagle_tree, probabilistic, 1"], num_draws=1400, seed=0)
+    assert certified(found) and found.distances.num_cells == 8
+
+
 def test_what_would_certify_nothing_is_refused(tmp_path: Path) -> None:
     """Too few draws lie far from the law though each is exact; a temperature of 0 draws nothing."""
     check_num_draws(40_000, num_cells=64)
@@ -245,6 +251,8 @@ def test_what_would_certify_nothing_is_refused(tmp_path: Path) -> None:
         check_num_draws(2000, num_cells=64)
     with pytest.raises(ValueError, match=r"temperatures: expected 0.01 to 1e\+06 for sampled cases, found 0"):
         cases([0.0])
+    with pytest.raises(ValueError, match=r"temperatures: expected each once \(six digits tell them apart\), found \[1.0, 1.00000001\]"):
+        cases([1.0, 1.00000001])
     with pytest.raises(ValueError, match="vocabulary: expected at least 2 tokens"):
         SmallTarget(tmp_path, vocabulary=1, seed=0)
     assert "no greedy texts compared" in dataclasses.replace(_certificate(), greedy=()).text
