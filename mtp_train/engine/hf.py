@@ -97,6 +97,8 @@ class HfEngine(Engine):
         self, requests: Sequence[GenerateRequest], sampling: Sampling, *, batch_size: int, ignore_eos: bool
     ) -> Iterator[Generated]:
         needs = [len(request.token_ids) + min(request.max_new_tokens, sampling.max_new_tokens) for request in requests]
+        if needs:  # else nothing is decoded, and the target need not be loaded
+            self.target.check_length(max(needs))
         for group in by_room(requests, needs, batch_size=batch_size, max_cache_tokens=self.max_cache_tokens):
             yield from generate(
                 self.target,
@@ -115,6 +117,8 @@ class HfEngine(Engine):
         _check_ids([request.prompt_id for request in requests])
         margin = settings.sampling.max_new_tokens + settings.decoding.num_rows + 1
         needs = [len(request.token_ids) + margin for request in requests]
+        if needs:  # else nothing is decoded, and the target need not be loaded
+            self.target.check_length(max(needs))
         parts: list[Measured] = []
         with progress(desc=f"decode with drafts, {self.dtype}", unit="prompt", total=len(requests)) as bar:
             for group in by_room(requests, needs, batch_size=settings.batch_size, max_cache_tokens=self.max_cache_tokens):

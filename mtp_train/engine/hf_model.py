@@ -17,7 +17,7 @@ from mtp_train.runtime import local_place, log
 from mtp_train.target.weights import SharedWeights
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -63,6 +63,25 @@ def _accelerator_type() -> str | None:
     return None if accelerator is None else accelerator.type
 
 
+def fixed_positions(config: PreTrainedConfig) -> int | None:
+    """Positions up to which a token's rotary angles hang on its own position alone; None: all.
+
+    transformers chooses the angles of a whole forward by its longest sequence where ``rope_type`` is dynamic or longrope, so
+    that a draft that reaches beyond these positions would change what the target says of the tokens before it.
+    """
+    stated: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    each = (
+        [stated] if "rope_type" in stated else [found for found in stated.values() if isinstance(found, dict)]
+    )  # one, or by kind of layer
+    limits = []
+    for found in each:
+        if found.get("rope_type") == "longrope":
+            limits.append(int(found["original_max_position_embeddings"]))
+        elif "dynamic" in str(found.get("rope_type")):
+            limits.append(int(config.max_position_embeddings))
+    return min(limits, default=None)
+
+
 class TargetModel:
     """A causal LM whose decoder and lm_head are called apart, so that only the rows needed are projected."""
 
@@ -88,6 +107,7 @@ class TargetModel:
         )
         self.model.to(self.device).eval().requires_grad_(False)
         self.decoder, self.lm_head = self._parts()
+        self.fixed_positions = fixed_positions(config)
         self.stop_ids = frozenset(stop_token_ids(path, trust_remote_code=trust_remote_code))
         if not self.stop_ids:
             log(f"target {path}: neither generation_config nor tokenizer name an end-of-turn token; answers run to their length limit")
@@ -129,11 +149,25 @@ class TargetModel:
             )
 
     def forward(self, token_ids_T: torch.Tensor, position_T: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        """Post-norm hidden states (T, D) of tokens at their positions."""
+        """Post-norm hidden states (T, D) of tokens at their positions.
+
+        Errors: ValueError for a position beyond those that the rotary embedding leaves as they are (``check_length``).
+        """
+        if self.fixed_positions is not None:
+            self.check_length(int(position_T.max()) + 1)
         hidden_TD: torch.Tensor = self.decoder(
             input_ids=token_ids_T[None], position_ids=position_T[None], use_cache=False, attention_context=context
         ).last_hidden_state[0]
         return hidden_TD
+
+    def check_length(self, num_tokens: int) -> None:
+        """ValueError for a sequence, drafts included, so long that it would turn the other tokens in its forward by other angles."""
+        if self.fixed_positions is not None and num_tokens > self.fixed_positions:
+            raise ValueError(
+                f"target {type(self.model).__name__}: expected sequences of at most {self.fixed_positions} tokens, drafts included, found "
+                f"{num_tokens}; beyond them its rotary embedding changes all positions in the forward, and drafts would change the text: "
+                "set a lower max_length_tokens or max_new_tokens, or use engine=vllm"
+            )
 
     def forward_with_taps(
         self, token_ids_T: torch.Tensor, position_T: torch.Tensor, context: AttentionContext, target_layer_ids: Sequence[int]
