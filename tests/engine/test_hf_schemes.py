@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtp_train.acceptance.draft import Judged
+from mtp_train.acceptance.draft import Draft, Judged
 from mtp_train.acceptance.identity import compare
 from mtp_train.decoding.base import Decoding, NewBases
 from mtp_train.decoding.chain import Chain
@@ -159,6 +159,61 @@ def test_greedy_text_is_that_of_plain_greedy_decoding(
         assert list(prompt.num_accepted_per_position) == sorted(prompt.num_accepted_per_position, reverse=True)
     if decoding.needs_head:
         assert found.acceptance_length() > 1.1, "a draft that never hits proves nothing"
+
+
+log: dict[str, list[tuple[Draft, Judged]]] = {}
+
+
+class Logged(Speculation):
+    """Keeps what was judged: of each prompt the drafts, their accepted nodes and the target's own tokens."""
+
+    def _write(self, piece: Any, judged: Judged, observed: Any) -> NewBases | None:
+        log.setdefault(piece.sequence.request.prompt_id, []).append((piece.sequence.drafted, judged))
+        return super()._write(piece, judged, observed)
+
+
+@pytest.mark.parametrize(("max_new_tokens", "stops"), [(1, False), (3, False), (18, True)])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_counts_are_those_of_the_drafts_one_by_one(
+    engine: HfEngine,
+    requests: list[SpeculateRequest],
+    plain_answers: Any,
+    head_for: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    max_new_tokens: int,
+    stops: bool,
+) -> None:
+    """Where the room ends within a draft, and where a stop token stands in one or behind it, too."""
+    decoding = SCHEMES[name]
+    stop_ids = {answer[place] for answer in plain_answers.values() for place in (4, 9) if stops and place < len(answer)}
+    monkeypatch.setattr(engine.target, "stop_ids", frozenset(stop_ids))
+    log.clear()
+    settings = settings_of(decoding, max_new_tokens=max_new_tokens)
+    run = Logged(target=engine.target, head=head_for(decoding), settings=settings, max_prefill_tokens=64, num_slots=3)
+    for prompt in run.run(requests, lambda: None).prompts:
+        answer, flags, drafts = list[int](), list[bool](), 0
+        drafted, accepted = [0] * decoding.depth, [0] * decoding.depth
+        for draft, judged in log[prompt.prompt_id]:
+            drafts += draft.num_candidates > 0
+            for position in range(min(draft.depth, max_new_tokens - len(answer))):
+                drafted[position] += 1
+            for position, token in enumerate([*(draft.token_ids[node] for node in judged.path), judged.next_token]):
+                if len(answer) == max_new_tokens or stop_ids.intersection(answer):
+                    break
+                answer.append(token)
+                flags.append(position < len(judged.path))
+                if flags[-1]:
+                    accepted[position] += 1
+        assert prompt.token_ids == tuple(answer) == _cut(plain_answers[prompt.prompt_id], max_new_tokens, stop_ids)
+        assert (prompt.num_drafts, prompt.accepted) == (drafts, tuple(flags))
+        assert prompt.num_drafted_per_position == tuple(drafted) and prompt.num_accepted_per_position == tuple(accepted)
+
+
+def _cut(answer: tuple[int, ...], max_new_tokens: int, stop_ids: set[int]) -> tuple[int, ...]:
+    """A plain answer where it ends with fewer tokens or more stop tokens."""
+    first = next((place for place, token in enumerate(answer) if token in stop_ids), len(answer))
+    return answer[: min(first + 1, max_new_tokens)]
 
 
 class Checked(Speculation):
@@ -312,7 +367,7 @@ def test_trees_within_a_sliding_window(
 
 @pytest.mark.parametrize(("temperature", "draft_sampling"), [(0.0, "greedy"), (0.9, "probabilistic")])
 @pytest.mark.parametrize("said", [float("nan"), float("inf")])
-@pytest.mark.parametrize("decoding", [CHAIN, STATIC, MEDUSA, dataclasses.replace(CHAIN, num_speculative_tokens=2)], ids=str)
+@pytest.mark.parametrize("decoding", [CHAIN, STATIC, MEDUSA, dataclasses.replace(CHAIN, num_speculative_tokens=2)])
 def test_a_head_that_says_nothing_finite_is_refused(
     engine: HfEngine,
     requests: list[SpeculateRequest],
