@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from mtp_train.acceptance.estimate import Answer, answers, bases, coupled_hits, walk
-from mtp_train.acceptance.verify import probabilities, request_generator
+from mtp_train.acceptance.verify import check_finite, probabilities, request_generator
 from mtp_train.batch.packing import pack
 from mtp_train.engine.base import DraftSampling, Sampling
 from mtp_train.engine.greedy_hits import GreedyHits
@@ -46,6 +46,11 @@ def estimate(
     """
     if num_speculative_tokens < 1:
         raise ValueError(f"num_speculative_tokens: expected at least 1, found {num_speculative_tokens}")
+    if head.num_depths is not None and num_speculative_tokens > head.num_depths:
+        raise ValueError(
+            f"num_speculative_tokens: expected at most {head.num_depths}, which head {head.word} speaks about at once, "
+            f"found {num_speculative_tokens}"
+        )
     head.eval()
     prompts: list[PromptAcceptance] = []
     dtype = "none"
@@ -147,6 +152,7 @@ def _drawn_hits(
     for base_R, label_R, uniform_R in zip(*(x_A.split(_ROWS) for x_A in (base_A, label_A, uniform_A)), strict=True):
         target_RV = functional.linear(batch.hidden_TD[base_R + depth + 1].to(lm_head_VD.dtype), lm_head_VD)
         logits_RV = head.over_target(step.project(step.hidden_TD[base_R]))
+        check_finite(logits_RV, of=f"head {head.word}")
         p_R, q_R = (_of_label(x_RV, label_R, sampling) for x_RV in (target_RV, logits_RV))
         hits.append(coupled_hits(p_R, q_R, uniform_R))
     return torch.cat(hits)

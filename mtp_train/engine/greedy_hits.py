@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from mtp_train.acceptance.verify import check_finite
 from mtp_train.records import DraftStep
 from mtp_train.target.draft_vocabulary import DraftVocabulary
 
@@ -30,7 +31,7 @@ class GreedyHits:
         self._ids_S = ids_S[ids_S >= 0]
 
     def __call__(self, step: DraftStep, base_M: torch.Tensor, label_M: torch.Tensor) -> torch.Tensor:
-        """Bool (M,): the step's argmax at these rows is ``label_M``, the target's ids."""
+        """Bool (M,): the step's argmax at these rows is ``label_M``, the target's ids. ValueError where the head says nothing finite."""
         ids_M = self._drafted(label_M)
         hit_M = ids_M >= 0
         if not len(self._ids_S):
@@ -39,7 +40,9 @@ class GreedyHits:
         for rows_R in hit_M.nonzero(as_tuple=True)[0].split(_ROWS):
             hit_M[rows_R] = ~self._beaten(step.hidden_TD[base_M[rows_R]], few_SD, ids_M[rows_R])
         for rows_R in hit_M.nonzero(as_tuple=True)[0].split(_ROWS):
-            hit_M[rows_R] = step.project(step.hidden_TD[base_M[rows_R]]).max(-1).indices == ids_M[rows_R]
+            logits_RU = step.project(step.hidden_TD[base_M[rows_R]])
+            check_finite(logits_RU, of="head")  # states of NaN are beaten by nothing, and all come to here
+            hit_M[rows_R] = logits_RU.max(-1).indices == ids_M[rows_R]
         return hit_M
 
     def _drafted(self, ids_M: torch.Tensor) -> torch.Tensor:

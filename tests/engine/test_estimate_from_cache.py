@@ -11,6 +11,7 @@ import torch
 from mtp_train.decoding.chain import Chain
 from mtp_train.engine.base import GenerateRequest, PrefillSettings, Sampling, SpeculateRequest, SpeculateSettings
 from mtp_train.engine.estimate_from_cache import estimate
+from mtp_train.head.medusa import Medusa
 from mtp_train.records import Response
 
 
@@ -158,3 +159,16 @@ def test_each_answer_of_a_conversation_is_walked_apart(easy_target, make_engine,
     assert [prompt.prompt_id for prompt in found.prompts] == [f"talk:{number}" for number in range(len(found.prompts))]
     assert [prompt.num_prompt_tokens for prompt in found.prompts] == list(range(4, len(tokens), 10))
     assert all(prompt.token_ids == tokens[prompt.num_prompt_tokens : prompt.num_prompt_tokens + 6] for prompt in found.prompts)
+
+
+def test_more_tokens_than_parallel_heads_are_refused(easy_target, make_engine):
+    """The positions behind them would be counted as drafted and never taken."""
+    shared = make_engine(easy_target).target.shared_weights()
+    head = Medusa(
+        target_path=easy_target, shared=shared, num_heads=2, num_layers=1, own_lm_heads=False, init="zeros", trust_remote_code=False
+    )
+    sampling = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=6, seed=0)
+    common = {"draft_sampling": "greedy", "sampling": sampling, "max_batch_tokens": 64, "device": torch.device("cpu")}
+    with pytest.raises(ValueError, match="expected at most 2, which head medusa speaks about at once, found 3"):
+        estimate(head, [], num_speculative_tokens=3, **common)
+    assert estimate(head, [], num_speculative_tokens=2, **common).prompts == ()

@@ -59,6 +59,16 @@ def test_a_twin_of_a_lower_id_wins() -> None:
     assert GreedyHits(labels, draft=None)(step, torch.tensor([0, 1]), labels).tolist() == [True, False]
 
 
+@pytest.mark.parametrize("said", [float("nan"), float("inf")])
+def test_states_that_mean_nothing_are_refused(said: float) -> None:
+    """Nothing compares with NaN: their argmax would be counted, as if it were a draft."""
+    step, _ = _step(torch.float32, num_drafted=V)
+    step.hidden_TD[7] = said
+    labels = torch.arange(ROWS) % V
+    with pytest.raises(ValueError, match="head: expected finite logits, found NaN or infinite ones in 1 of"):
+        GreedyHits(labels, draft=None)(step, torch.arange(ROWS), labels)
+
+
 def test_answers_wholly_outside_the_draft_vocabulary_are_never_hit() -> None:
     step, projected = _step(torch.float32, num_drafted=100)
     labels = torch.full((5,), V - 1)
