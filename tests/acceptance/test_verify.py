@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mtp_train.acceptance.verify import (
+    check_finite,
     draw,
     expected_distance,
     probabilities,
@@ -166,3 +167,11 @@ def test_a_requests_draws_are_its_own():
     assert torch.equal(again, torch.cat([apart, alone]))
     assert not torch.equal(alone[:2], apart)
     assert not torch.equal(alone, uniforms([request_generator(seed=2, request_id="a")], [3]))
+
+
+@pytest.mark.parametrize("bad", [[math.nan, 1.0], [0.0, math.inf], [-math.inf, -math.inf]])
+def test_rows_that_no_token_can_be_chosen_by_are_counted(bad):
+    good = [[0.0, 1.0], [-math.inf, 3.0]]
+    check_finite(torch.tensor(good), of="head")
+    with pytest.raises(ValueError, match="head x: expected finite logits, found NaN or infinite ones in 2 of 4 rows"):
+        check_finite(torch.tensor([*good, bad, bad]), of="head x")
