@@ -40,7 +40,7 @@ def probabilities(logits_MV: torch.Tensor, *, temperature: float, top_p: float) 
 def check_finite(logits_MV: torch.Tensor, *, of: str) -> None:
     """ValueError where a row's largest logit is no number (NaN, or infinite): whatever were chosen or drawn by it would be counted as
     if it meant something. Single tokens of logit -inf are as they should be: never drawn."""
-    num_bad = int((~logits_MV.max(-1).values.isfinite()).sum())
+    num_bad = int((~logits_MV.amax(-1).isfinite()).sum())
     if num_bad:
         raise ValueError(
             f"{of}: expected finite logits, found NaN or infinite ones in {num_bad} of {len(logits_MV)} rows; its weights are damaged, its "
