@@ -173,7 +173,10 @@ def _limits(option: Option, workload: Workload) -> list[str]:
             "Costs are modelled from the machine's data sheet and assumed shares of its rates; measure them before you rely on this."
         )
     if impossible := _impossible(option.table):
-        said.append(f"Timed with other work on the machine: {impossible}, which cannot be; time again where nothing else runs.")
+        said.append(
+            f"{impossible}, more work in less time: either other work ran beside, or the kernels for one row are slower here (torch's are, "
+            "in bfloat16 on a CPU); time again where nothing else runs, and measure what is recommended."
+        )
     return said
 
 

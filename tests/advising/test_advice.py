@@ -56,8 +56,8 @@ def test_times_that_cannot_be_are_named(ask: Make, acceptance: Make, table: Make
         for c in table().verify
     )
     advice = ask(acceptance(0.8), costs=table(verify=verify))
-    assert any("2 tokens of 4 sequences took 0.85 of a plain pass, which cannot be" in reason for reason in advice.reasons)
-    assert not any("cannot be" in reason for reason in ask(acceptance(0.8)).reasons)
+    assert any("2 tokens of 4 sequences took 0.85 of a plain pass, more work in less time" in reason for reason in advice.reasons)
+    assert not any("more work in less time" in reason for reason in ask(acceptance(0.8)).reasons)
 
 
 def test_the_fastest_that_is_established_is_recommended(ask: Make, acceptance: Make) -> None:
