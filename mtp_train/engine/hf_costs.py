@@ -48,6 +48,7 @@ def time_steps(target: TargetModel, head: Head | None, asked: CostsAsked, *, max
         for number in rounds:
             for cell in cells:
                 run = bench.prepare(cell)
+                run()  # as in decoding, where every step follows others of its own shape
                 started = time.perf_counter()
                 run()
                 if number:
