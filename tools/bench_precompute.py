@@ -30,6 +30,13 @@ from mtp_train.records import Response
 from mtp_train.runtime import atomic_write_json, atomic_write_text, provenance
 from mtp_train.stage import OpenTarget, build, load_word, open_target
 
+# Sequences a padded batch.
+_PADDED = 8
+
+
+def batches(responses: Sequence[Response], size: int) -> list[Sequence[Response]]:
+    return [responses[first : first + size] for first in range(0, len(responses), size)]
+
 
 class Bench:
     """The engine, and the same target as transformers loads it."""
@@ -44,8 +51,7 @@ class Bench:
 
     @torch.inference_mode()
     def padded(self, responses: Sequence[Response], *, size: int) -> None:
-        for first in range(0, len(responses), size):
-            group = responses[first : first + size]
+        for group in batches(responses, size):
             longest = max(len(response.token_ids) for response in group)
             ids_BT = torch.tensor([[*response.token_ids, *[0] * (longest - len(response.token_ids))] for response in group])
             mask_BT = torch.tensor([[1] * len(response.token_ids) + [0] * (longest - len(response.token_ids)) for response in group])
@@ -96,7 +102,7 @@ def main() -> None:
     responses = read_responses(words.responses)
     random.Random(0).shuffle(responses)
     ways: dict[str, Callable[[Sequence[Response]], None]] = {
-        "padded batches of 8, random order": lambda group: bench.padded(group, size=8),
+        f"padded batches of {_PADDED}, random order": lambda group: bench.padded(group, size=_PADDED),
         "one sequence at a time": lambda group: bench.padded(group, size=1),
         "packed (`precompute`), hidden states": lambda group: bench.packed(group, top_k=None),
         f"packed, and top-{words.top_k} of the answers": lambda group: bench.packed(group, top_k=words.top_k),
@@ -121,6 +127,8 @@ def report(words: argparse.Namespace, speeds: dict[str, list[float]], responses:
     used = responses[: words.repeats * words.per_repeat]
     lengths = sorted(len(response.token_ids) for response in used)
     answers = sum(sum(response.loss_mask) for response in used) / sum(lengths)
+    padded = [group for repeat in batches(used, words.per_repeat) for group in batches(repeat, _PADDED)]
+    padding = sum(len(group) * max(len(response.token_ids) for response in group) for group in padded) / sum(lengths)
     rows: list[dict[str, Any]] = []
     lines = [f"| | tokens per CPU-s | times {first} |", "|---|---|---|"]
     for name, found in speeds.items():
@@ -135,10 +143,10 @@ def report(words: argparse.Namespace, speeds: dict[str, list[float]], responses:
         [
             "# Prefill for the cache, engine=hf",
             "",
-            "`python tools/bench_precompute.py --responses RUN/responses`",
+            f"`python tools/bench_precompute.py --responses RUN/responses --repeats {words.repeats} --per-repeat {words.per_repeat}`",
             "",
             f"{len(used)} responses of {words.target}, {lengths[0]} to {lengths[-1]} tokens (median {lengths[len(lengths) // 2]}), "
-            f"{answers:.0%} of them answers; {words.dtype}, one thread; torch {about['packages']['torch']}, transformers "
+            f"{answers:.0%} of them answers, {padding:.2f} times as many when padded; {words.dtype}, one thread; torch {about['packages']['torch']}, transformers "
             f"{about['packages']['transformers']}, {about['machine']}; medians of {words.repeats} repeats.",
             "",
             *lines,
