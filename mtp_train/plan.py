@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mtp_train.quantity import parse_count
 from mtp_train.runtime import atomic_write_json
 from mtp_train.stage import build, call, load_word, plain, stage
+from mtp_train.typed import fit
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -29,8 +30,13 @@ def _objective(cfg: DictConfig) -> Objective:
     from mtp_train.trainer.objective import Objective, Term
 
     given = {word: entry if isinstance(entry, dict) else {"weight": entry} for word, entry in plain(cfg.losses).items()}
+    if without := [word for word, entry in given.items() if "weight" not in entry]:
+        raise ValueError(f"losses.{without[0]}: expected a weight, found {given[without[0]]}")
     terms = {
-        word: Term(float(entry["weight"]), build({**load_word("loss", word), **{k: v for k, v in entry.items() if k != "weight"}}))
+        word: Term(
+            fit(float, entry["weight"], f"losses.{word}.weight"),
+            build({**load_word("loss", word), **{k: v for k, v in entry.items() if k != "weight"}}),
+        )
         for word, entry in given.items()
         if entry["weight"]
     }

@@ -94,6 +94,8 @@ def test_what_does_not_fit_is_named_with_both_figures_after_the_tables(tmp_path:
     [
         ([], "prompt.num_tokens: expected a value, found none"),
         (["prompt.num_tokens=many"], "prompt.num_tokens: expected a number such as 500M or 1.5B, found 'many'"),
+        (["prompt.num_tokens=1M", "losses.topk_kl={}"], "losses.topk_kl: expected a weight, found {}"),
+        (["prompt.num_tokens=1M", "evaluate.batch_size=0"], "evaluate.batch_size: expected at least 1, found 0"),
     ],
 )
 def test_what_is_missing_or_no_number_is_refused(words: list[str], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -42,6 +43,8 @@ class Hardware:
         for field in ("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s"):
             if not getattr(self, field) > 0:
                 raise ValueError(f"hardware.{field}: expected above 0, found {getattr(self, field)}")
+        if self.usd_per_hour is not None and not 0 <= self.usd_per_hour < math.inf:
+            raise ValueError(f"hardware.usd_per_hour: expected 0 or more, or null, found {self.usd_per_hour}")
 
     @property
     def usable_bytes(self) -> int:

@@ -121,6 +121,8 @@ def make_plan(
         raise ValueError(f"parallel: expected one of {list(MODES)}, found {asked.mode!r}")
     if asked.context < 1:
         raise ValueError(f"parallel.context: expected at least 1, found {asked.context}")
+    if asked.batch_size < 1:
+        raise ValueError(f"evaluate.batch_size: expected at least 1, found {asked.batch_size}")
     if asked.rule not in (None, *get_args(Rule)):
         raise ValueError(f"optimizer.rule: expected one of {get_args(Rule)}, or null, found {asked.rule!r}")
     modes = _mode_rows(target, head, make_head, objective, hardware, work, assume, asked, cache_bytes=cache.total_bytes)

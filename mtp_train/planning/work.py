@@ -43,6 +43,18 @@ class Workload:
             )
         if not 0 < self.answer_share <= 1:
             raise ValueError(f"prompt.answer_share: expected above 0 and at most 1, found {self.answer_share}")
+        counts = {name: getattr(self, name) for name in ("num_epochs", "tokens_per_pack", "packs_per_step")}
+        counts |= {} if self.top_k is None else {"top_k": self.top_k}
+        counts |= {f"evaluate.{name}": getattr(self, name) for name in ("max_new_tokens", "num_speculative_tokens")}
+        counts["evaluate.num_prompts"] = self.num_eval_prompts
+        for name, count in counts.items():
+            if count < 1:
+                raise ValueError(f"{name}: expected at least 1, found {count}")
+        if not 1 <= self.acceptance_length <= self.num_speculative_tokens + 1:
+            raise ValueError(
+                f"evaluate.acceptance_length: expected from 1 to {self.num_speculative_tokens + 1}, all of "
+                f"evaluate.num_speculative_tokens and the one that is free, found {self.acceptance_length}"
+            )
 
     @property
     def num_answer_tokens(self) -> float:

@@ -82,6 +82,31 @@ ALL = Assumptions(
 ADAMW = OptimizerStep(state=0, working=0, flops=0.0, matrices=())
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"tokens_per_pack": 0}, "tokens_per_pack: expected at least 1, found 0"),
+        ({"packs_per_step": 0}, "packs_per_step: expected at least 1, found 0"),
+        ({"num_epochs": 0}, "num_epochs: expected at least 1, found 0"),
+        ({"top_k": -1}, "top_k: expected at least 1, found -1"),
+        ({"num_eval_prompts": 0}, r"evaluate\.num_prompts: expected at least 1, found 0"),
+        ({"acceptance_length": 0.0}, r"evaluate\.acceptance_length: expected from 1 to 4, .* found 0\.0"),
+        ({"acceptance_length": 4.5}, r"evaluate\.acceptance_length: expected from 1 to 4, .* found 4\.5"),
+        ({"acceptance_length": float("nan")}, r"evaluate\.acceptance_length: .* found nan"),
+    ],
+)
+def test_work_that_cannot_be_is_refused_by_its_setting(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(WORK, **changed)
+
+
+@pytest.mark.parametrize("price", [-3.0, float("nan"), float("inf")])
+def test_a_price_is_a_number_from_0_on(price: float) -> None:
+    assert replace(HARDWARE, usd_per_hour=0.0).usd_per_hour == 0.0
+    with pytest.raises(ValueError, match=r"hardware\.usd_per_hour: expected 0 or more, or null, found"):
+        replace(HARDWARE, usd_per_hour=price)
+
+
 @pytest.mark.parametrize("family", ["llama", "deepseek"])
 def test_training_operations_are_those_of_a_real_heads_products(
     planned: Callable[..., Any], request: pytest.FixtureRequest, family: str
