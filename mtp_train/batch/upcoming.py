@@ -37,13 +37,17 @@ class ShardUse:
         """The most that the shards of ``num_steps`` consecutive steps, and those begun and not done with, take together, up to
         ``stop_step``: with less room, training cannot go on."""
         behind = num_steps * self._plan.packs_per_step
-        events: list[tuple[int, int]] = []
+        events: list[tuple[int, int, int]] = []
         for epoch in range(self._plan.epoch(max(0, stop_step - 1)) + 1):
             for span in self._of_epoch(epoch):
-                events += [(span.first, shard_bytes[span.shard]), (span.last + behind, -shard_bytes[span.shard])]
+                events += [(span.first, 1, span.shard), (span.last + behind, -1, span.shard)]
         held = most = 0
-        for _, change in sorted(events, key=lambda event: (event[0], -event[1])):
-            held += change
+        uses = dict[int, int]()  # where an epoch is shorter than these steps, several at once: the shard lies there once
+        for _, change, shard in sorted(events, key=lambda event: (event[0], -event[1])):
+            before = uses.get(shard, 0)
+            uses[shard] = before + change
+            if 0 in (before, uses[shard]):
+                held += change * shard_bytes[shard]
             most = max(most, held)
         return most
 

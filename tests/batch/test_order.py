@@ -141,3 +141,10 @@ def test_so_much_room_is_enough_at_every_step(window: int, num_steps: int) -> No
         assert needed <= held, step
     assert sum(sizes[shard] for shard in use.leading(sizes, room_bytes=most)) <= most
     assert use.leading(sizes, room_bytes=most) == use.wanted(0, stop_step=last)[: len(use.leading(sizes, room_bytes=most))]
+
+
+@pytest.mark.parametrize("tokens_per_pack", [100, 10_000])
+def test_where_an_epoch_is_shorter_than_the_steps_at_hand_no_more_than_all_shards_are_needed(tokens_per_pack: int) -> None:
+    data = plan(window=None, packs_per_step=1, tokens_per_pack=tokens_per_pack)
+    use, sizes = ShardUse(data, shards=SHARDS), {shard: 100 + 17 * (shard % 5) for shard in range(60)}
+    assert use.most_bytes(sizes, num_steps=2 * data.steps_of(1), stop_step=data.steps_of(5)) == sum(sizes.values())
