@@ -41,6 +41,7 @@ class RemoteCache(CacheReader):
         self._files, self._root = _file_system(self.url)
         self._room, self._fetching = threading.Lock(), dict[int, Future[None]]()
         self._announced: set[int] = set()
+        self._arriving: dict[int, int] = {}  # bytes that room has been made for, by shard
         self._whole: set[int] = set()  # hashed by this process since they were fetched
         self._pool = ThreadPoolExecutor(max_workers=_FETCHES, thread_name_prefix="fetch")
         self._local.mkdir(parents=True, exist_ok=True)
@@ -130,8 +131,12 @@ class RemoteCache(CacheReader):
 
     def _fetch_shard(self, index: int) -> None:
         info = self.manifest.shards[index]
-        self._make_room(info.num_bytes)
-        self._fetch(info.name, info)
+        self._make_room(index)
+        try:
+            self._fetch(info.name, info)
+        finally:
+            with self._room:
+                self._arriving.pop(index, None)
         with self._room:
             self._whole.add(index)
             if (fetching := self._fetching.get(index)) is not None and fetching.running():
@@ -140,17 +145,21 @@ class RemoteCache(CacheReader):
     def _path(self, index: int) -> Path:
         return shard_path(self._local, self.manifest.shards[index].name)
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Delete shards, of any cache, until so many bytes more stay within the limit."""
+    def _make_room(self, index: int) -> None:
+        """Delete shards, of any cache, until this one stays within the limit, with those that arrive meanwhile."""
         with self._room:
-            kept = {self._path(index) for index in self._announced}
+            kept = {self._path(announced) for announced in self._announced}
+            self._arriving[index] = self.manifest.shards[index].num_bytes
+            counted = {self._path(arriving).name for arriving in self._arriving}  # whole, however much of them is there
             found = []
             for path in self._folder.glob("*/*shard-*"):
+                if path.parent == self._local and (path.name in counted or f".{os.getpid()}-" in path.name):
+                    continue
                 try:
                     found.append((path, path.stat()))
                 except FileNotFoundError:
                     continue
-            total = num_bytes + sum(stat.st_size for _, stat in found)
+            total = sum(self._arriving.values()) + sum(stat.st_size for _, stat in found)
             for path, stat in sorted(found, key=lambda entry: (entry[0] in kept, entry[1].st_mtime_ns)):
                 if total <= self._max_bytes:
                     break

@@ -90,6 +90,26 @@ def test_expected_shards_are_fetched_ahead_and_kept(tmp_path: Path, local: Cache
         assert same(cache[number], local[number])
 
 
+def test_shards_that_are_fetched_at_once_keep_within_the_limit_together(
+    tmp_path: Path, local: CacheReader, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = 3 * largest(local)
+    cache = RemoteCache(url, folder=tmp_path / "fetched", max_bytes=limit)
+    for shard in (0, 1, 2):
+        assert same(cache[local.shards.index(shard)], local[local.shards.index(shard)])
+    together, plain = threading.Barrier(3), type(cache._files).get_file
+
+    def slow(self: Any, source: str, to: str) -> None:
+        together.wait(60)  # all three have made room
+        plain(self, source, to)
+
+    monkeypatch.setattr(type(cache._files), "get_file", slow)
+    cache.expect([5, 6, 7])
+    cache._pool.shutdown(wait=True)
+    assert all(cache._path(index).exists() for index in (5, 6, 7))
+    assert held_bytes(tmp_path / "fetched") <= limit
+
+
 def test_a_second_process_finds_what_the_first_fetched_and_checks_it(
     tmp_path: Path, local: CacheReader, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
