@@ -23,10 +23,12 @@ class MixturePart:
 class MixedCache:
     """The samples of all ``parts`` (by name), those of the first one first; ``parts``: the part that each sample lies in.
 
-    Errors: ValueError where the parts were not made with the same target, tokenizer, template, engine and settings.
+    Errors: ValueError where there is no part, and where they were not made with the same target, tokenizer, template, engine and settings.
     """
 
     def __init__(self, parts: Mapping[str, Cache]) -> None:
+        if not parts:
+            raise ValueError("mixture: expected caches with their shares, found none; name some, or set mixture=null to train on cache=")
         self.names, self._parts = list(parts), list(parts.values())
         for name, part in parts.items():
             try:

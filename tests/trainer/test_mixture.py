@@ -91,6 +91,11 @@ def test_caches_that_do_not_match_are_refused(caches: tuple[CacheReader, CacheRe
         MixedCache({"large": caches[0], "small": other})
 
 
+def test_a_mixture_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="mixture: expected caches with their shares, found none"):
+        MixedCache({})
+
+
 def test_a_part_without_samples_is_named(caches: tuple[CacheReader, CacheReader]) -> None:
     cache = mixed(caches)
     with pytest.raises(ValueError, match=r"mixture\.small: expected samples"):
