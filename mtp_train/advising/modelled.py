@@ -39,8 +39,10 @@ def modelled_costs(
 ) -> CostTable:
     """The table of a target with a head (None: alone) on ``hardware``, up to ``most_sequences`` and eight times as many rows of a head.
 
-    Errors: ValueError where the target does not fit the devices that share it.
+    Errors: ValueError where the target does not fit the devices that share it, and for fewer than no tokens of context.
     """
+    if context_tokens < 0:
+        raise ValueError(f"context_tokens: expected at least 0, found {context_tokens}")
     if rates.tensor_parallel > hardware.num_devices:
         raise ValueError(f"assume.tensor_parallel: expected at most {hardware.num_devices} devices, found {rates.tensor_parallel}")
     weights = target.num_parameters * rates.weight_bytes / rates.tensor_parallel

@@ -75,6 +75,11 @@ def test_rows_come_in_blocks_on_a_gpu_alone() -> None:
     assert gpu.verify_s(32, 3) == pytest.approx(128 / 96 * cpu.verify_s(32, 3))
 
 
+def test_less_context_than_none_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"context_tokens: expected at least 0, found -5"):
+        model(context_tokens=-5)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"at most 0\.1 GB of weights per device, found 0\.4 GB of made up on 1; raise assume\.tensor_parallel"
