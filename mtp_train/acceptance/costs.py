@@ -151,9 +151,13 @@ class CostTable:
         errors = [self._at(self.verify, batch_size, 1, _half_width) / step.plain]
         errors.append(self._at(self.verify, batch_size, shape.num_verified, _half_width) / seconds)
         if shape.num_draft_steps:
-            lengths = _axis(self.drafting, "num_tokens")
-            length = min(max(shape.num_draft_steps, lengths[0]), lengths[-1])
-            errors.append(self._at(self.drafting, batch_size * shape.width, length, _half_width) / seconds)
+            lengths, rows = _axis(self.drafting, "num_tokens"), batch_size * shape.width
+            if lengths[0] <= shape.num_draft_steps <= lengths[-1]:
+                errors.append(self._at(self.drafting, rows, shape.num_draft_steps, _half_width) / seconds)
+            else:  # on the line through the two ends: the further away, the more each of them moves it
+                part = (shape.num_draft_steps - lengths[0]) / (lengths[-1] - lengths[0])
+                ends = (self._at(self.drafting, rows, length, _half_width) / seconds for length in (lengths[0], lengths[-1]))
+                errors += [weight * end for weight, end in zip((1 - part, part), ends, strict=True)]
         return math.hypot(*errors)
 
     def _at(self, cells: Sequence[Timing], batch_size: float, num_tokens: float, of: Callable[[Timing], float] = _seconds) -> float:

@@ -173,6 +173,24 @@ def test_an_interval_holds_how_sure_the_times_are(acceptance_of: AcceptanceOf, c
     assert sure.unsureness(2, shape) == 0
 
 
+@pytest.mark.parametrize("steps", [1, 5])
+def test_the_further_from_the_lengths_that_were_timed_the_less_sure(cost_table: CostTable, steps: int) -> None:
+    """A line through two points is moved by each of them, by its weight there: 5 steps from 2 and 3 are three times the second less
+    twice the first."""
+    timed = dataclasses.replace(
+        with_spread(cost_table, 0.0),
+        drafting=tuple(
+            Timing(batch_size=b, num_tokens=k, seconds=b * (1 + 0.5 * k) / 10, low_s=0.0, high_s=1.0 * b, num_repeats=25)
+            for b in (1, 8)
+            for k in (2, 3)
+        ),
+    )
+    costs = timed.costs(2, chain_shape(steps))
+    half = 1.57 * 2.0 / 5 / (costs.verify + costs.overhead + steps * costs.draft_step)
+    part = steps - 2
+    assert timed.unsureness(2, chain_shape(steps)) == pytest.approx(half * math.hypot(1 - part, part))
+
+
 def test_single_token_schedule_runs_the_head_over_both_rows(cost_table: CostTable) -> None:
     found = single_token(Interval(0.5, 0.4, 0.6), table=cost_table, batch_size=2)
     # Verify 2 x 2 rows: 8; the head over 4 sequences' rows: 0.2; nothing waits. Plain: 6.
