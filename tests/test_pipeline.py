@@ -801,6 +801,7 @@ def test_kinds_of_heads_are_compared_in_one_table(finished: Run, tmp_path: Path)
     """Trained and decoded with in processes of their own, as chain and as tree; called again, nothing is done again."""
     out = tmp_path / "heads"
     evaluate = ["prompt_sets.project.limit=3", "max_new_tokens=8", "ways.greedy.plain=false", "batch_size=3"]
+    evaluate += ["ways.sampled.prompt_sets=[project]", "ways.sampled.plain=false"]  # measured too, and not what the table says
     words = [
         "--run",
         str(finished.folder),
@@ -826,7 +827,19 @@ def test_kinds_of_heads_are_compared_in_one_table(finished: Run, tmp_path: Path)
         seen.append((out / "checkpoint" / "medusa" / "head.safetensors").stat().st_mtime_ns)
     [row] = seen[0]
     assert (row["head"], row["tree"], row["steps"], row["num_prompts"], len(row["rates"])) == ("medusa", "medusa_tree", 3, 3, 5)
+    report = json.loads((out / "report" / "report.json").read_text(encoding="utf-8"))["data"]
+    chains = {m["acceptance"]["temperature"]: m["acceptance"] for m in report["measurements"] if m["acceptance"]["scheme"] == "chain"}
+    accepted, drafts = (
+        sum(of(prompt) for prompt in chains[0.0]["prompts"])
+        for of in (lambda prompt: prompt["num_accepted_per_position"][0], lambda prompt: prompt["num_drafts"])
+    )
+    assert len(chains) == 2 and row["rates"][0][0] == pytest.approx(accepted / drafts)
     assert row["tree_length"][0] >= 1 and row["tokens_per_s"] > 1 and row["bytes"] > 0
     assert seen[:2] == seen[2:]
-    refused = finished.shell.wait(finished.shell.start("tools.compare_heads", [*words, "--", "no_such=1"]))
-    assert refused.code == 2 and "no_such" in refused.stderr and "Traceback" not in refused.stderr
+    for wrong, said in (
+        (["--", "no_such=1"], "no_such"),
+        (["--timed-steps", "1"], "timed_steps"),
+        (["--heads", "eagle", "eagle"], "once"),
+    ):
+        refused = finished.shell.wait(finished.shell.start("tools.compare_heads", [*words, *wrong]))
+        assert refused.code == 2 and said in refused.stderr and "Traceback" not in refused.stderr

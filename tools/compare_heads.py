@@ -70,6 +70,7 @@ def compare(arguments: argparse.Namespace) -> str:
     """Make what is missing, measure, and write the table; its text."""
     from mtp_train.runtime import atomic_write_json, atomic_write_text, progress, provenance
 
+    check(arguments)
     heads, out = arguments.heads, arguments.out
     prepare(arguments)
     steps = [
@@ -88,6 +89,19 @@ def compare(arguments: argparse.Namespace) -> str:
     text = table(rows)
     atomic_write_text(out / "heads.md", text)
     return text
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """ValueError for words that would end what takes half an hour with nothing to show."""
+    if len(set(arguments.heads)) < len(arguments.heads):
+        raise ValueError(f"heads: expected each once, found {' '.join(arguments.heads)}")
+    if arguments.timed_steps != 0 and (arguments.timed_steps < 2 or arguments.repeats < 1):
+        raise ValueError(
+            "timed_steps: expected 0, or at least 2 (the first is left out) with repeats of at least 1, found "
+            f"{arguments.timed_steps} and {arguments.repeats}"
+        )
+    if arguments.side_by_side < 1:
+        raise ValueError(f"side_by_side: expected at least 1, found {arguments.side_by_side}")
 
 
 def bar_after(bar: Any, call: Callable[[], str | None]) -> str | None:
@@ -188,8 +202,12 @@ def row(arguments: argparse.Namespace, name: str, speed: float | None) -> dict[s
     from mtp_train.acceptance.report import read_report
 
     report = read_report(arguments.out / "report")
-    of_head = [item.acceptance for item in report.measurements if item.head == name and not item.is_estimate]
+    # Of all that --evaluate may have asked for: greedy, on the first set of prompts.
+    greedy = [item for item in report.measurements if item.head == name and not item.is_estimate and item.acceptance.temperature == 0]
+    of_head = [item.acceptance for item in greedy if item.prompt_set == greedy[0].prompt_set]
     measured = {"chain" if acceptance.scheme == "chain" else "tree": acceptance for acceptance in of_head}
+    if len(measured) < 2:
+        raise ValueError(f"evaluate: expected {name} measured greedily, as chain and as tree, found {', '.join(measured) or 'neither'}")
     rates, chain = rates_and_length(measured["chain"].prompts, measured["chain"].num_speculative_tokens)
     tree = rates_and_length(measured["tree"].prompts, measured["tree"].num_speculative_tokens)[1]
     head = next(head for head in report.heads if head.name == name)
