@@ -15,7 +15,7 @@ import argparse
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,8 +133,23 @@ def named(variants: Sequence[str]) -> dict[str, str]:
     return found
 
 
+# What ``train`` below sets for every variant and seed; the last word of a command would win.
+_OURS = ("run", "target", "name", "out", "seed", "head.seed", "validation.fraction")
+
+
+def check(words: argparse.Namespace, variants: Mapping[str, str]) -> None:
+    """ValueError for settings of train that would part what is trained from what is measured, and for a seed that counts twice."""
+    for said in (words.common, *variants.values()):
+        for word in shlex.split(said):
+            if word.partition("=")[0].lstrip("+~") in _OURS:
+                raise ValueError(f"variants: expected none of {', '.join(_OURS)}, which this tool sets itself, found {word}")
+    if len(set(words.seeds)) < len(words.seeds):
+        raise ValueError(f"seeds: expected each once, since prompts would count twice, found {words.seeds}")
+
+
 def compare(words: argparse.Namespace) -> None:
     variants = named(words.variants)
+    check(words, variants)
     found = {
         name: [measure(words, train(words, name, settings, seed), seed) for seed in words.seeds] for name, settings in variants.items()
     }
