@@ -62,6 +62,7 @@ class Group:
     group of processes reaches them."""
 
     def __init__(self, words: list[str], log: Path) -> None:
+        self.log = log
         with open(log, "ab") as stream:
             self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True)
 
@@ -87,24 +88,38 @@ class Group:
 
 
 def main() -> None:
+    arguments, started = parse(), list[Group]()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        try_it(arguments, started)
+    except RuntimeError as error:
+        sys.exit(f"chaos: {error}" + (f"; {started[-1].log} says why" if started else ""))
+    finally:  # they are in sessions of their own: what ends this process does not reach them
+        for group in started:
+            if group.poll() is None:
+                group.kill(None)
+
+
+def try_it(arguments: argparse.Namespace, started: list[Group]) -> None:
     from mtp_train.trainer.chaos import differences, harass
 
-    arguments = parse()
     launcher = [sys.executable, "-m"]
     if arguments.processes > 1:
         launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.processes), "-m"]
 
-    def command(name: str) -> list[str]:
-        return [*launcher, "mtp_train.train", *arguments.settings, f"out={arguments.out / name}"]
+    def start(name: str) -> Group:
+        words = [*launcher, "mtp_train.train", *arguments.settings, f"out={arguments.out / name}"]
+        started.append(Group(words, arguments.out / f"{name}.log"))
+        return started[-1]
 
     arguments.out.mkdir(parents=True, exist_ok=True)
     began_s = time.perf_counter()
     whole, killed = arguments.out / "whole", arguments.out / "killed"
     num_processes = 1 if arguments.processes == 1 else 1 + arguments.processes
-    harass(lambda: Group(command("whole"), arguments.out / "whole.log"), out=whole, num_processes=num_processes, num_kills=0, seed=0)
+    harass(lambda: start("whole"), out=whole, num_processes=num_processes, num_kills=0, seed=0)
     whole_s = time.perf_counter() - began_s
     kills = harass(
-        lambda: Group(command("killed"), arguments.out / "killed.log"),
+        lambda: start("killed"),
         out=killed,
         num_processes=num_processes,
         num_kills=arguments.kills,
