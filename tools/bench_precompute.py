@@ -25,6 +25,7 @@ from mtp_train.cache.format import FORMAT_VERSION, CacheIdentity
 from mtp_train.cache.plan import PlannedSample
 from mtp_train.cache.writer import CacheWriter
 from mtp_train.engine.base import PrefillSettings
+from mtp_train.faults import telling
 from mtp_train.prompt.responses import read_responses
 from mtp_train.records import Response
 from mtp_train.runtime import atomic_write_json, atomic_write_text, provenance
@@ -97,9 +98,21 @@ def main() -> None:
     parser.add_argument("--per-repeat", type=int, default=16, help="responses")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     words = parser.parse_args()
+    with telling("bench_precompute"):
+        measure(words)
+
+
+def measure(words: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    bench = Bench(open_target(OmegaConf.create(load_word("target", words.target))), dtype=words.dtype, top_k=words.top_k, codec=words.codec)
+    if words.repeats < 1 or words.per_repeat < 1:
+        raise ValueError(f"repeats and per_repeat: expected at least 1, found {words.repeats} and {words.per_repeat}")
     responses = read_responses(words.responses)
+    if len(responses) < words.repeats * words.per_repeat:
+        raise ValueError(
+            f"{words.responses}: expected at least {words.repeats * words.per_repeat} responses, others for every repeat, found "
+            f"{len(responses)}; set fewer --repeats or --per-repeat"
+        )
+    bench = Bench(open_target(OmegaConf.create(load_word("target", words.target))), dtype=words.dtype, top_k=words.top_k, codec=words.codec)
     random.Random(0).shuffle(responses)
     ways: dict[str, Callable[[Sequence[Response]], None]] = {
         f"padded batches of {_PADDED}, random order": lambda group: bench.padded(group, size=_PADDED),
