@@ -199,6 +199,10 @@ def causal_kernel(q_NTH: torch.Tensor, *, window: int | None) -> CausalKernel:
         window = None
     if q_NTH.device.type == "cpu" and window is None and q_NTH.dtype in (torch.float32, torch.bfloat16, torch.float16):
         return FlashCpuKernel()
-    if q_NTH.device.type == "cuda" and q_NTH.dtype in (torch.bfloat16, torch.float16) and q_NTH.shape[2] <= 256:
-        return FlashCudaKernel()
-    return PlainKernel()
+    return FlashCudaKernel() if flash_on_cuda(q_NTH) else PlainKernel()
+
+
+def flash_on_cuda(q_NTH: torch.Tensor) -> bool:
+    """Whether torch's flash attention for CUDA takes such tensors: half precision, head sizes that are multiples of 8, up to 256."""
+    size = q_NTH.shape[2]
+    return q_NTH.device.type == "cuda" and q_NTH.dtype in (torch.bfloat16, torch.float16) and size <= 256 and size % 8 == 0

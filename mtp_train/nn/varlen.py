@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 
 import torch
 
-from mtp_train.nn.causal import causal_kernel
+from mtp_train.nn.causal import causal_kernel, flash_on_cuda
 from mtp_train.runtime import log
 
 # Two samples of the probe, one within a block of the kernel's and one over its edge.
@@ -84,13 +84,9 @@ class VarlenKernel:
 
 def varlen_kernel(q_NTH: torch.Tensor) -> VarlenKernel | None:
     """The kernel where this device has it, and gives what a call for each sample gives; None elsewhere."""
-    if not _may_have_it(q_NTH):
+    if not flash_on_cuda(q_NTH):
         return None
     return VarlenKernel() if _works(q_NTH.device, q_NTH.dtype, q_NTH.shape[2]) else None
-
-
-def _may_have_it(q_NTH: torch.Tensor) -> bool:
-    return q_NTH.device.type == "cuda" and q_NTH.dtype in (torch.bfloat16, torch.float16) and q_NTH.shape[2] <= 256
 
 
 @cache

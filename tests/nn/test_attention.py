@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mtp_train.nn.attention import PackedAttention
-from mtp_train.nn.causal import FlashCpuKernel, PlainKernel, causal_kernel
+from mtp_train.nn.causal import FlashCpuKernel, FlashCudaKernel, PlainKernel, causal_kernel
 
 BOUNDS = (0, 5, 6, 14)
 SCALE = 0.35
@@ -74,6 +74,16 @@ def test_the_flash_kernel_is_the_plain_one() -> None:
         results.append((out, log_sum, *kernel.backward(grad, q, k, v, out, log_sum, scale=SCALE, window=None)))
     for flash, plain in zip(*results, strict=True):
         torch.testing.assert_close(flash, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("head_size", "kernel"), [(64, FlashCudaKernel), (256, FlashCudaKernel), (20, PlainKernel), (264, PlainKernel)])
+def test_a_gpu_s_kernel_is_taken_for_the_head_sizes_that_it_has(head_size: int, kernel: type) -> None:
+    """It raises for sizes that are no multiples of 8."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q = torch.empty(2, 5, head_size, device="cuda", dtype=torch.bfloat16)
+        assert type(causal_kernel(q, window=None)) is kernel
 
 
 def test_queries_that_see_all_keys_of_another_number() -> None:

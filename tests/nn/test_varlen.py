@@ -56,7 +56,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
         calls.append(1)
         return flash_forward(*arguments, **settings)
 
-    monkeypatch.setattr(varlen, "_may_have_it", lambda q_NTH: True)
+    monkeypatch.setattr(varlen, "flash_on_cuda", lambda q_NTH: True)
     monkeypatch.setattr(varlen, "_flash_forward", counted)
     monkeypatch.setattr(varlen, "_flash_backward", flash_backward)
     varlen._works.cache_clear()
