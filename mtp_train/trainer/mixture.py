@@ -60,7 +60,8 @@ class MixedCache:
         return [line for part in self._parts for line in part.checksums()]
 
     def shard_bytes(self) -> list[int]:
-        return [size for part in self._parts for size in part.shard_bytes()]
+        """What shards take where they are fetched to: nothing, of a part that is at hand."""
+        return [0 if part.is_local else size for part in self._parts for size in part.shard_bytes()]
 
     def prepare(self, most_bytes: int) -> None:
         for part in self._parts:

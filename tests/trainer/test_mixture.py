@@ -91,6 +91,15 @@ def test_caches_that_do_not_match_are_refused(caches: tuple[CacheReader, CacheRe
         MixedCache({"large": caches[0], "small": other})
 
 
+def test_room_is_needed_for_what_is_fetched_alone(caches: tuple[CacheReader, CacheReader]) -> None:
+    class Away(CacheReader):
+        is_local = False
+
+    small = Away(caches[1].path, verify="none")
+    cache = MixedCache({"large": caches[0], "small": small})
+    assert cache.shard_bytes() == [0] * len(caches[0].shard_bytes()) + small.shard_bytes() and sum(small.shard_bytes()) > 0
+
+
 def test_a_mixture_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="mixture: expected caches with their shares, found none"):
         MixedCache({})
