@@ -30,6 +30,7 @@ from mtp_train.cache.describe import expected_bytes_per_token
 from mtp_train.cache.reader import CacheReader
 from mtp_train.cache.recode import recode
 from mtp_train.engine.conformance import Gap
+from mtp_train.faults import telling
 from mtp_train.runtime import atomic_write_json, atomic_write_text, provenance
 from mtp_train.trainer.random_cache import RandomTarget, RandomText, write_random_cache
 
@@ -151,4 +152,5 @@ torch {about["packages"]["torch"]}, {about["machine"]}; per second of one thread
 
 
 if __name__ == "__main__":
-    main()
+    with telling("bench_codecs"):
+        main()

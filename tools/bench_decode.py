@@ -28,6 +28,7 @@ from mtp_train.decoding.chain import Chain
 from mtp_train.engine.base import Sampling, SpeculateRequest, SpeculateSettings
 from mtp_train.engine.hf import HfEngine
 from mtp_train.engine.hf_speculate import Speculation, _Piece
+from mtp_train.faults import telling
 from mtp_train.prompt.responses import read_responses
 from mtp_train.runtime import atomic_write_json, atomic_write_text, provenance
 from mtp_train.stage import build, head_loader, load_word, open_target
@@ -233,4 +234,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with telling("bench_decode"):
+        main()

@@ -23,6 +23,7 @@ from mtp_train.cache.reader import CacheReader
 from mtp_train.decoding.chain import Chain
 from mtp_train.engine.base import Sampling, SpeculateRequest, SpeculateSettings
 from mtp_train.engine.estimate_from_cache import estimate
+from mtp_train.faults import telling
 from mtp_train.records import Sample
 from mtp_train.runtime import atomic_write_json, atomic_write_text, provenance
 from mtp_train.stage import build, head_loader, load_word, open_target
@@ -141,4 +142,5 @@ torch {about["packages"]["torch"]}, {about["machine"]}; CPU time of one process,
 
 
 if __name__ == "__main__":
-    main()
+    with telling("bench_estimate"):
+        main()

@@ -22,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mtp_train.faults import telling
+
 # hidden, intermediate, query heads, key heads, vocabulary of published configs.
 SIZES = {"smollm2_135m": (576, 1536, 9, 3, 49152), "llama3_8b": (4096, 14336, 32, 8, 128256)}
 TOP_K, MAX_PREFETCH = 64, 4
@@ -242,4 +244,5 @@ def _reader(cache: Path) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    with telling("bench_loader"):
+        main()

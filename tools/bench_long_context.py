@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mtp_train.faults import telling
+
 # hidden, intermediate, query heads, key heads of published configs; "small" has Llama's proportions but for one head, the fastest on a CPU.
 SIZES = {"small": (64, 224, 1, 1), "llama3_8b": (4096, 14336, 32, 8), "llama3_70b": (8192, 28672, 64, 8)}
 
@@ -144,4 +146,5 @@ Head `mtp`, `forward_kl`, bf16; {where}, torch {about["packages"]["torch"]}. `ac
 
 
 if __name__ == "__main__":
-    main()
+    with telling("bench_long_context"):
+        main()

@@ -159,8 +159,9 @@ def report(words: argparse.Namespace, speeds: dict[str, list[float]], responses:
             f"`python tools/bench_precompute.py --responses RUN/responses --repeats {words.repeats} --per-repeat {words.per_repeat}`",
             "",
             f"{len(used)} responses of {words.target}, {lengths[0]} to {lengths[-1]} tokens (median {lengths[len(lengths) // 2]}), "
-            f"{answers:.0%} of them answers, {padding:.2f} times as many when padded; {words.dtype}, one thread; torch {about['packages']['torch']}, transformers "
-            f"{about['packages']['transformers']}, {about['machine']}; medians of {words.repeats} repeats.",
+            f"{answers:.0%} of them answers, {padding:.2f} times as many when padded; {words.dtype}, one thread; "
+            f"torch {about['packages']['torch']}, transformers {about['packages']['transformers']}, {about['machine']}; "
+            f"medians of {words.repeats} repeats.",
             "",
             *lines,
             "",

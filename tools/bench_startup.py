@@ -18,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from mtp_train.faults import telling
 from mtp_train.runtime import atomic_write_json, atomic_write_text, provenance
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -50,6 +51,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     words = parser.parse_args()
+    if missing := [name for name in ("responses", "cache", "checkpoint") if not (words.run / name).is_dir()]:
+        raise ValueError(
+            f"{words.run}: expected a run whose stages are done, found no {missing[0]}/; run the demo first, or name another run"
+        )
     python = [sys.executable, "-u"]
     with tempfile.TemporaryDirectory() as folder:
         run = [f"run={words.run}", f"out={folder}"]
@@ -83,4 +88,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with telling("bench_startup"):
+        main()

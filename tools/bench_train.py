@@ -33,6 +33,7 @@ from torch import nn
 
 from mtp_train.batch.packing import pack
 from mtp_train.cache.reader import CacheReader
+from mtp_train.faults import telling
 from mtp_train.head.base import Head
 from mtp_train.head.eagle import Eagle
 from mtp_train.head.eagle3 import Eagle3
@@ -464,4 +465,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with telling("bench_train"):
+        main()

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mtp_train.faults import telling
 from mtp_train.runtime import environment_apart, log, provenance
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -270,4 +271,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with telling("bench_vllm_precompute"):
+        sys.exit(main())

@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from mtp_train.faults import telling
+
 # torchrun sends SIGTERM where one of its processes has ended, and SIGKILL half a minute later.
 _PATIENCE_S = 90
 
@@ -136,4 +138,5 @@ def try_it(arguments: argparse.Namespace, started: list[Group]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with telling("chaos"):
+        main()

@@ -10,6 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from mtp_train.faults import telling
+
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -95,4 +97,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with telling("compare_engines"):
+        sys.exit(main())

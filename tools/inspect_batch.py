@@ -7,11 +7,12 @@ python tools/inspect_batch.py runs/demo/cache --tokenizer FOLDER --id math/12 --
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
+from mtp_train.faults import telling
 
-def main() -> int:
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="a run's responses/ or cache/")
     parser.add_argument("--tokenizer", type=Path, required=True, help="the target's folder (tokenizer.json)")
@@ -25,14 +26,10 @@ def main() -> int:
     from mtp_train.prompt.inspect import format_shown, read_shown
     from mtp_train.prompt.tokenizer import load_tokenizer
 
-    try:
-        shown = read_shown(arguments.directory, index=arguments.index, sample_id=arguments.sample_id)
-        print(format_shown(shown, load_tokenizer(arguments.tokenizer), begin=arguments.begin, end=arguments.end))
-    except ValueError as error:
-        print(f"inspect_batch: {error}", file=sys.stderr)
-        return 2
-    return 0
+    shown = read_shown(arguments.directory, index=arguments.index, sample_id=arguments.sample_id)
+    print(format_shown(shown, load_tokenizer(arguments.tokenizer), begin=arguments.begin, end=arguments.end))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    with telling("inspect_batch"):
+        main()

@@ -6,11 +6,12 @@ python tools/make_long_recipe.py data/prompts/long.json
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
+from mtp_train.faults import telling
 
-def main() -> int:
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path, help="where to write it; its hash and counts stand in data/manifests/project_long_*.yaml")
     parser.add_argument("--seed", type=int, default=0, help="which passages and questions (default: 0)")
@@ -22,17 +23,13 @@ def main() -> int:
     from mtp_train.prompt.long_recipe import build_recipe
     from mtp_train.runtime import atomic_write_json, sha256_file
 
-    try:
-        recipe = build_recipe(
-            seed=arguments.seed, num_train=arguments.num_train, num_heldout=arguments.num_heldout, prose_share=arguments.prose_share
-        )
-    except ValueError as error:
-        print(f"make_long_recipe: {error}", file=sys.stderr)
-        return 2
+    recipe = build_recipe(
+        seed=arguments.seed, num_train=arguments.num_train, num_heldout=arguments.num_heldout, prose_share=arguments.prose_share
+    )
     atomic_write_json(arguments.recipe, recipe)
     print(f"{arguments.recipe}: {len(recipe)} documents, sha256 {sha256_file(arguments.recipe)}")
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    with telling("make_long_recipe"):
+        main()

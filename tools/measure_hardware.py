@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from mtp_train.faults import telling
 from mtp_train.quantity import show_bytes
 
 REPEATS, LEAST_S = 5, 0.5
@@ -101,4 +102,5 @@ def _cpu_name() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    with telling("measure_hardware"):
+        main()
