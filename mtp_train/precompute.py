@@ -211,7 +211,7 @@ def main(cfg: DictConfig) -> None:
         while manifest is None:
             _write_shards(engine, settings, writer=writer, work=work, production=production, responses=responses)
             if production.is_over:
-                log(f"the training that {run.out} was streamed to has ended")
+                log(f"the training that {run.out} was streamed to has ended; to stream to another one, start that training first")
                 return
             manifest = work.finish(look_s=_LOOK_S)
     log(
