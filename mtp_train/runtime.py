@@ -94,9 +94,16 @@ def barrier() -> None:
 
 
 def log(message: str) -> None:
-    """Print one line from rank 0 to stderr, so that stdout stays what a user pipes."""
-    if is_main():
-        print(f"[mtp-train] {printable(message)}", file=sys.stderr, flush=True)
+    """Print one line from rank 0 to stderr, so that stdout stays what a user pipes; progress bars go on below it."""
+    if not is_main():
+        return
+    line = f"[mtp-train] {printable(message)}"
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if bars is not None and getattr(bars, "_instances", None):
+        bars.write(line, file=sys.stderr)
+        sys.stderr.flush()
+    else:
+        print(line, file=sys.stderr, flush=True)
 
 
 def progress(iterable: Iterable[Item] | None = None, *, desc: str, unit: str, total: int | None = None, initial: int = 0) -> tqdm[Item]:
