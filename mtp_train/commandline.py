@@ -66,17 +66,17 @@ def remember(words: Sequence[str]) -> None:
     _typed[:] = words
 
 
-def next_command(stage: str, *, reads: str) -> str:
-    """The command of the stage that follows, ready to paste: of what was typed, what names the target, the run and an experiment,
-    and ``out`` as the setting ``reads`` of that stage."""
+def next_command(stage: str, *, reads: str | None, also: Sequence[str] = ()) -> str:
+    """The command of the stage that follows, ready to paste: of what was typed, what names the target, the run, a checkpoint and an
+    experiment, ``out`` as the setting ``reads`` of that stage (None: it reads something else), and the settings ``also``."""
     kept = []
     for word in _typed:
         key, equals, value = word.partition("=")
         if key == "out":
-            kept.append(f"{reads}={value}")
-        elif equals and (key in ("experiment", "target", "run") or key.lstrip("+").startswith("target.")):
+            kept += [] if reads is None else [f"{reads}={value}"]
+        elif equals and (key in ("experiment", "target", "run", "checkpoint") or key.lstrip("+").startswith("target.")):
             kept.append(word)
-    return shlex.join(["python", "-m", f"mtp_train.{stage}", *kept])
+    return shlex.join(["python", "-m", f"mtp_train.{stage}", *kept, *also])
 
 
 def with_settings(words: Sequence[str], settings: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from mtp_train.commandline import next_command
 from mtp_train.lock import alone
 from mtp_train.runtime import is_main, log
 from mtp_train.stage import (
@@ -274,6 +275,8 @@ def main(cfg: DictConfig) -> None:
         if not stands(data, run.out):
             write_report(data, run.out)
     print_summary(data, run.out)
+    if checkpoint is not None:
+        log(f"next: {next_command('export', reads=None, also=[f'name={name}', f'exporter={engine.word}'])}")
 
 
 if __name__ == "__main__":

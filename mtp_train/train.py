@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtp_train.commandline import next_command
 from mtp_train.quantity import show_bytes
 from mtp_train.runtime import barrier, is_main, log
 from mtp_train.stage import OpenTarget, Run, build, call, head_loader, load_word, open_target, plain, record, stage, start
@@ -74,14 +75,13 @@ def _plan(cfg: DictConfig, train: Subset) -> DataPlan:
     from mtp_train.trainer.supply import make_order
 
     shares = None if cfg.mixture is None else [float(part.share) for part in cfg.mixture.values()]
-    order = make_order(train, window=cfg.shuffle_shards, shares=shares, seed=cfg.seed)
     return DataPlan(
         lengths=train.lengths,
         sample_ids=train.sample_ids,
         seed=cfg.seed,
         tokens_per_pack=cfg.tokens_per_pack,
         packs_per_step=cfg.packs_per_step,
-        order=order,
+        order=make_order(train, window=cfg.shuffle_shards, shares=shares, seed=cfg.seed),
     )
 
 
@@ -216,8 +216,8 @@ def _on_validate(cfg: DictConfig, target: OpenTarget, samples: Subset) -> Measur
 def _head_file(run: Run, head: Head, target: OpenTarget, train: Subset, started_from: dict[str, Any] | None) -> HeadFile:
     from mtp_train.trainer.state import HeadFile
 
-    made_by = {"settings": run.settings, "provenance": run.provenance, "cache": train.identity.to_json()}
-    made_by |= {} if started_from is None else {"started_from": started_from}
+    begun = {} if started_from is None else {"started_from": started_from}
+    made_by = {"settings": run.settings, "provenance": run.provenance, "cache": train.identity.to_json(), **begun}
     return HeadFile(config=head.draft_config(), target=target.identity(), made_by=made_by)
 
 
@@ -312,6 +312,7 @@ def main(cfg: DictConfig) -> None:
         _probe(run.out, target, held_out or train, last)
     barrier()
     train.cache.done()
+    log(f"next: {next_command('evaluate', reads='checkpoint', also=[f'name={cfg.name}'])}")
 
 
 if __name__ == "__main__":

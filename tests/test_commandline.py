@@ -13,5 +13,7 @@ def test_the_next_command_keeps_target_run_and_folder_as_they_were_typed() -> No
     words = shlex.split(next_command("train", reads="cache"))
     assert words == ["python", "-m", "mtp_train.train", *typed[:5], "cache=/x/my cache"]
     assert as_text(words[3:], readable=lambda word: " " not in word)[2] == "target.path='/m/ü 1'", "as the stage before read it"
+    remember(["run=r", "name=x", "checkpoint=c", "checkpoint.every=3", "out=report"])
+    assert next_command("export", reads=None, also=["name=x"]) == "python -m mtp_train.export run=r checkpoint=c name=x"
     remember([])
     assert next_command("precompute", reads="responses") == "python -m mtp_train.precompute"

@@ -563,7 +563,9 @@ def test_where_no_prompt_can_be_answered_the_reason_is_said(finished: Run, tmp_p
 def test_a_training_of_constant_rate_can_be_lengthened(finished: Run, tmp_path: Path) -> None:
     words = ["schedule.kind=constant", f"out={tmp_path}/head", "checkpoint.every=null", "validation.fraction=0"]
     finished.ok("train", *words, "num_steps=2")
-    assert "continuing after step 2" in finished.ok("train", *words, "num_steps=3")
+    said = finished.ok("train", *words, "num_steps=3")
+    assert "continuing after step 2" in said
+    assert said.rstrip().endswith(f" run={finished.folder} checkpoint={tmp_path}/head name=mtp") and "mtp_train.evaluate" in said
     cosine = finished.refused("train", "num_steps=9")
     assert "num_steps: begun with 8, now 9" in cosine
 

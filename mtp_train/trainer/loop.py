@@ -18,7 +18,7 @@ from mtp_train.head.base import Head
 from mtp_train.runtime import log, progress
 from mtp_train.trainer.arrival import await_batches
 from mtp_train.trainer.data import Subset
-from mtp_train.trainer.metrics import Metrics, WandbSettings
+from mtp_train.trainer.metrics import METRICS, Metrics, WandbSettings, read_metrics
 from mtp_train.trainer.module import TrainingModule
 from mtp_train.trainer.objective import Objective
 from mtp_train.trainer.optim import OptimizerSettings, Schedule
@@ -31,7 +31,7 @@ from mtp_train.trainer.state import HeadFile, StateReader, folder_name
 from mtp_train.trainer.step import Stepper
 from mtp_train.trainer.stop import INTERRUPTED, StopSignal, exit_status, note_in, note_interruption
 from mtp_train.trainer.summary import Summary, report
-from mtp_train.trainer.validation import MEASURED, Validator
+from mtp_train.trainer.validation import MEASURED, Validator, held_out_text
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -217,6 +217,7 @@ class Trainer:
         assert self._validator is not None
         line = self._validator.run(done)
         metrics.write({"step": done, "split": "validation", "tokens": self._tokens, **line})
+        log(f"held out, after step {done}: {held_out_text(line)}")
         return self._settings.best_by != MEASURED and self._is_best(done, self._validator.value(line))
 
     def _measure(self, done: int, metrics: Metrics) -> bool:
@@ -278,7 +279,8 @@ class Trainer:
             weights = with_constants(self._head, StateReader(self._out / folder_name(step)).weights())
             made_by = {**self._head_file.made_by, "step": step, "tokens": self._tokens, "best": self._best}
             save_head(self._out, weights, config=self._head_file.config, target=self._head_file.target, made_by=made_by)
-            log(f"the head of step {step} is in {self._out}")
+            found = [line for line in read_metrics(self._out / METRICS) if (line["step"], line["split"]) == (step, "validation")]
+            log(f"the head of step {step} is in {self._out}" + "".join(f"; held out: {held_out_text(line)}" for line in found[-1:]))
         self._accelerator.wait_for_everyone()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -67,3 +67,15 @@ class Validator:
             return -float(line["loss"])
         depths = [number for number, rows in zip(line[self._best_by], line["rows"], strict=True) if rows]
         return sum(depths) / len(depths) if depths else -math.inf
+
+
+def held_out_text(line: Mapping[str, Any]) -> str:
+    """The figures of a validation in words, those of each depth side by side; what was not measured is left out."""
+    said = [f"{word} {text}" for word in ("agreement", "expected_acceptance") if (text := _by_depth(line[word]))]
+    loss = line["loss"]
+    return ", ".join([*said, *([] if loss is None else [f"loss {loss:.4f}"])]).replace("_", " ")
+
+
+def _by_depth(values: Sequence[float | None]) -> str:
+    known = [value is not None and math.isfinite(value) for value in values]
+    return " / ".join(f"{value:.3f}" if there else "-" for value, there in zip(values, known, strict=True)) if any(known) else ""

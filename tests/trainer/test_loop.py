@@ -159,6 +159,19 @@ def test_draft_steps_and_losses_reach_the_metrics(recipe: Any, tmp_path: Path) -
     assert train["loss"] == pytest.approx(total)
 
 
+def test_every_validation_is_told_as_held_out(recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replace(recipe, draft_steps=2, num_steps=5, log_every=1, validate_every=3).trainer(tmp_path).run()
+    told = [line for line in capsys.readouterr().err.splitlines() if "held out" in line]
+    at = {line["step"]: line for line in read_metrics(tmp_path / "metrics.jsonl") if line["split"] == "validation"}
+    figures = {
+        step: f"agreement {line['agreement'][0]:.3f} / {line['agreement'][1]:.3f}, "
+        f"expected acceptance {line['expected_acceptance'][0]:.3f} / {line['expected_acceptance'][1]:.3f}, loss {line['loss']:.4f}"
+        for step, line in at.items()
+    }
+    said = [f"[mtp-train] held out, after step {step}: {figures[step]}" for step in (3, 5)]
+    assert told == [*said, f"[mtp-train] the head of step 5 is in {tmp_path}; held out: {figures[5]}"]
+
+
 def test_training_in_bfloat16_keeps_float32_weights(recipe: Any, tmp_path: Path) -> None:
     replace(recipe, precision="bf16", num_steps=10).trainer(tmp_path).run()
     assert {tensor.dtype for tensor in read_head_tensors(tmp_path).values()} == {torch.float32}
