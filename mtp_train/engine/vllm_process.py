@@ -12,6 +12,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from mtp_train.engine.scratch import ScratchFolder
-from mtp_train.runtime import atomic_write_json, environment_apart
+from mtp_train.runtime import atomic_write_json, environment_apart, log
 
 # Lines of the process's stderr that an error shows.
 _SHOWN_LOG_LINES = 25
@@ -94,6 +95,14 @@ class _Worker:
         self._log.close()
 
 
+def _starting(llm: Mapping[str, Any], *, copies: int) -> str:
+    """What is started and how long that takes, for whoever waits for it."""
+    what = "vLLM" if copies == 1 else f"{copies} copies of vLLM"
+    drafts = " with drafts" if "speculative_config" in llm else ""
+    compiles = "" if llm.get("enforce_eager") else "; it compiles first, minutes on a CPU, which engine.enforce_eager=true leaves out"
+    return f"engine=vllm: starting {what}{drafts}, {llm['dtype']}{compiles}"
+
+
 class _Batch(NamedTuple):
     """Requests inside one process that nobody has read all answers of; ``unread`` are their ids, in order."""
 
@@ -125,6 +134,7 @@ class VllmPool:
         spec = self.folder / "spec.json"
         layers = None if target_layer_ids is None else list(target_layer_ids)
         atomic_write_json(spec, {"llm": dict(llm), "target_layer_ids": layers, "tap_draft": tap_draft, "time_steps": time_steps})
+        self._says = _starting(llm, copies=len(environments))
         self._inbox: _Inbox = queue.SimpleQueue()
         self._workers = [
             _Worker(index=index, spec=spec, log=self.folder / f"log.{index}.txt", environment=environment, inbox=self._inbox)
@@ -138,12 +148,15 @@ class VllmPool:
         return [worker.process.pid for worker in self._workers]
 
     def __enter__(self) -> VllmPool:
+        log(self._says)
+        began_s = time.monotonic()
         try:
             for _ in self._workers:
                 self.description = self._receive("ready")["description"]
         except BaseException:
             self.close()
             raise
+        log(f"engine=vllm: ready after {time.monotonic() - began_s:.0f} s")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mtp_train.engine import vllm_process
 from mtp_train.engine.vllm_process import VllmPool
 
 
 class Worker:
     def __init__(self) -> None:
         self.inside: dict[str, int] = {}
+
+    def close(self) -> None:
+        pass
 
 
 class Pool(VllmPool):
@@ -55,3 +60,28 @@ def test_a_source_that_has_nothing_at_the_moment_is_asked_again_when_something_w
 
 def test_a_source_that_only_ever_has_nothing_ends() -> None:
     assert list(Pool(1).run_apart(iter([[], [], []]), max_batches=2)) == []
+
+
+class Started(VllmPool):
+    """A pool whose processes are ready at once."""
+
+    def _receive(self, kind: str) -> dict[str, Any]:
+        return {"kind": kind, "description": {}}
+
+
+@pytest.mark.parametrize(
+    ("llm", "said"),
+    [
+        ({"enforce_eager": False, "speculative_config": {}}, "starting 2 copies of vLLM with drafts, float32; it compiles first"),
+        ({"enforce_eager": True}, "starting 2 copies of vLLM, float32\n"),
+    ],
+)
+def test_a_start_is_told_with_what_it_takes_and_took(
+    llm: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(vllm_process, "_Worker", lambda **words: Worker())
+    given: dict[str, Any] = {"llm": {"dtype": "float32", **llm}, "environments": [{}, {}], "scratch": tmp_path}
+    with Started(**given, target_layer_ids=None, tap_draft=False, time_steps=False):
+        told = capsys.readouterr().err
+    assert said in told and "ready after 0 s" in told
+    assert not list(tmp_path.iterdir())
