@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,7 +29,11 @@ _REMEDIES = {
 # C0 and C1 controls but tab and line end; marks, embeddings, overrides and isolates of direction; line and paragraph separators.
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _OS_ERROR = re.compile(r"os error (\d+)")
-_EXIT_USER, _EXIT_INTERRUPTED, _EXIT_PIPE = 2, 130, 141
+_EXIT_USER, _EXIT_INTERRUPTED, _EXIT_PIPE, _EXIT_TERMINATED = 2, 130, 141, 143
+
+
+class _Terminated(BaseException):
+    """SIGTERM has come."""
 
 
 def printable(text: str) -> str:
@@ -66,20 +72,47 @@ def _of_system(number: int | None, *, where: object, said: str) -> str:
 def telling(name: str) -> Iterator[None]:
     """Run a stage's block; an error that is the user's ends the process with one message on stderr and exit status 2.
 
-    An interrupt ends it with 130, a closed pipe (``| head``) with 141, as shells have it. MTP_TRAIN_TRACEBACK=1 shows where
-    an error was found.
+    An interrupt ends it with 130, a closed pipe (``| head``) with 141, SIGTERM with 143, as shells have it.
+    MTP_TRAIN_TRACEBACK=1 shows where an error was found.
     """
     try:
-        yield
+        with _raising_at_sigterm():
+            yield
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's own flush fails again at the end
         sys.exit(_EXIT_PIPE)
     except KeyboardInterrupt:
         print(f"\nmtp-train {name}: interrupted; the same command continues", file=sys.stderr, flush=True)
         sys.exit(_EXIT_INTERRUPTED)
+    except _Terminated:
+        print(f"\nmtp-train {name}: ended by SIGTERM; the same command continues", file=sys.stderr, flush=True)
+        sys.exit(_EXIT_TERMINATED)
     except Exception as error:
         message = told(error)
         if message is None or os.environ.get("MTP_TRAIN_TRACEBACK"):
             raise
         print(f"\nmtp-train {name}: {printable(message)}", file=sys.stderr, flush=True)
         sys.exit(_EXIT_USER)
+
+
+@contextmanager
+def _raising_at_sigterm() -> Iterator[None]:
+    """SIGTERM raises, as an interrupt does, so that what is open is closed; a second one ends at once. Where SIGTERM has a handler
+    (train's, or that of a block around this one), it is left alone."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    owner = os.getpid()
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if os.getpid() != owner:  # a forked child, which has nothing of ours to close
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise _Terminated
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is end:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -87,3 +87,36 @@ def test_a_closed_pipe_ends_quietly() -> None:
         cwd=ROOT, shell=True, executable="/bin/bash", capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
+
+
+TERMINATED = """
+import os, signal, sys, time
+from mtp_train.faults import telling
+with telling("evaluate"), telling("evaluate"):
+    if sys.argv[1] == "twice":
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+    reads, writes = os.pipe()
+    if not (child := os.fork()):
+        os.write(writes, b".")
+        time.sleep(20)
+        os._exit(0)
+    os.read(reads, 1)
+    os.kill(child, signal.SIGTERM)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(20)
+    finally:
+        print("closed", flush=True)
+"""
+
+
+def test_sigterm_closes_what_is_open_and_says_that_the_same_command_continues() -> None:
+    done = subprocess.run([sys.executable, "-c", TERMINATED, "once"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 143 and done.stdout == "-15\nclosed\n"
+    assert done.stderr == "\nmtp-train evaluate: ended by SIGTERM; the same command continues\n"
+    done = subprocess.run([sys.executable, "-c", TERMINATED, "twice"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == -15 and not done.stderr

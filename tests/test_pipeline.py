@@ -349,6 +349,18 @@ def test_two_processes_of_one_stage_do_not_write_to_one_folder(finished: Run, tm
     assert run.responses() == finished.responses()
 
 
+def test_sigterm_ends_a_stage_as_an_interrupt_does(finished: Run, tmp_path: Path, shell: Shell) -> None:
+    run = Run(tmp_path / "run", finished.target, shell)
+    job = shell.start("mtp_train.regenerate", run.words("regenerate"), stop=("mtp_train.prompt.responses:ResponseWriter.write", 3))
+    shell.until_stopped(job)
+    os.kill(job.pid, signal.SIGTERM)
+    os.kill(job.pid, signal.SIGCONT)
+    done = shell.wait(job)
+    assert done.code == 143 and "Traceback" not in done.stderr
+    assert done.stderr.endswith("\nmtp-train regenerate: ended by SIGTERM; the same command continues\n")
+    assert "answers are there already" in run.ok("regenerate")
+
+
 def test_a_signal_outside_of_trainings_steps_ends_it_with_its_status(finished: Run, shell: Shell) -> None:
     """While it starts, while it waits for a process that does not come, and while it writes the head; the same command continues."""
     words = finished.words("train", "name=told")
