@@ -11,8 +11,7 @@ _HELP = """{purpose}
 
 usage:
   python -m mtp_train.{name} [group=choice ...] [key=value ...]
-  torchrun --nproc-per-node N -m mtp_train.{name} ...      the same on N processes
-
+{shared}
 groups (choose with group=choice; `--help group=choice` shows its settings; change them with group.key=value):
 {groups}
 
@@ -22,6 +21,10 @@ settings ({primary}):
 also: --cfg job prints all settings as they would be used and runs nothing; --info config says where each comes from;
 --multirun sweeps. MTP_TRAIN_TRACEBACK=1 shows where an error was found."""
 
+
+# Stages whose work several processes share; the others are one process.
+_SHARED = ("regenerate", "precompute", "train")
+_TORCHRUN = "  torchrun --nproc-per-node N -m mtp_train.{name} ...      the same on N processes\n"
 
 # The words that this process' stage was started with, as they were typed.
 _typed: list[str] = []
@@ -58,7 +61,8 @@ def help_text(name: str, *, purpose: str, words: Sequence[str]) -> str:
             shown.append((f"{group}/{choice}.yaml", (conf / group / f"{choice}.yaml").read_text(encoding="utf-8")))
     body = "\n".join(f"# --- {title}\n{content}" for title, content in shown)
     listed = "\n".join(f"  {group}: {', '.join(found)}" for group, found in choices.items()) or "  none"
-    return _HELP.format(purpose=purpose, name=name, groups=listed, primary=f"{name}.yaml", settings=body)
+    shared = _TORCHRUN.format(name=name) if name in _SHARED else ""
+    return _HELP.format(purpose=purpose, name=name, shared=shared, groups=listed, primary=f"{name}.yaml", settings=body)
 
 
 def remember(words: Sequence[str]) -> None:

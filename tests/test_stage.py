@@ -69,7 +69,8 @@ def test_help_of_every_verb_is_quick_and_explains_every_setting() -> None:
     assert done.returncode == 0, done.stderr
     for verb, (text, heavy) in json.loads(done.stdout).items():
         assert not heavy, f"{verb} --help imports {heavy}"
-        assert f"python -m mtp_train.{verb}" in text and "torchrun" in text
+        assert f"python -m mtp_train.{verb}" in text
+        assert ("torchrun --nproc-per-node" in text) == (verb in ("regenerate", "precompute", "train")), "which share their work"
         listed = {line.split(":")[0].strip(): line for line in text.splitlines() if line.startswith("  ") and ": " in line}
         for group in {*GROUPS[verb], "experiment"}:
             for word in (path.stem for path in (conf_dir() / group).glob("*.yaml")):
