@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 def _reports(cfg: DictConfig) -> tuple[dict[str, ReportData], dict[str, Path]]:
     """The reports, and the folders that they lie in, by what ``runs`` calls them. ValueError where there is none, one is named twice, or
     their targets differ."""
-    from mtp_train.acceptance.report import JSON, read_report
+    from mtp_train.acceptance.report import read_report
+    from mtp_train.advising.missing import report_folder
 
     if not cfg.runs:
         raise ValueError("runs: expected the folders of one run or more that evaluate has measured, found none; add runs=[runs/mine]")
     reports: dict[str, ReportData] = {}
     folders: dict[str, Path] = {}
     for given in plain(cfg.runs):
-        path = Path(given)
-        folder = path if (path / JSON).is_file() else path / "report"
+        folder = report_folder(str(given))
         if folder.resolve() in [known.resolve() for known in folders.values()]:
             raise ValueError(f"runs: expected each run once, found {given} again; leave one out")
         reports[str(given)], folders[str(given)] = read_report(folder), folder
@@ -50,6 +50,7 @@ def _measured_tables(reports: Mapping[str, ReportData], folders: Mapping[str, Pa
     """Finds what was timed: a head's own table; for schemes without a head any of the engine. Tables that lie in a report's folder and
     not in the report yet (evaluate takes them up) count too."""
     from mtp_train.acceptance.costs import read_costs
+    from mtp_train.advising.missing import costs_command
 
     tables: dict[str, tuple[CostTable, ...]] = {}
     for run, data in reports.items():
@@ -60,12 +61,11 @@ def _measured_tables(reports: Mapping[str, ReportData], folders: Mapping[str, Pa
     def table_of(run: str, head: str | None) -> CostTable:
         here = [table for table in tables[run] if table.engine == engine and head in (None, table.head)]
         if not here:
-            name = head or "none"
-            where = f"--run {folders[run].parent}" + ("" if folders[run].name == "report" else f" --out {folders[run]}")
+            others = sorted({table.engine for table in tables[run] if head in (None, table.head)})
+            there = "".join(f" those of {other}, which are there (costs={other}), or" for other in others)
             raise ValueError(
                 f"costs: expected times of {engine} for {head or 'the target'}, found none in {run}; run "
-                f"tools/measure_costs.py {where} --name {name} --engine {engine}, or take another "
-                "engine's (costs=hf) or modelled ones (costs=modelled)"
+                f"{costs_command(run, head=head, engine=engine)}, or take{there} modelled ones (costs=modelled)"
             )
         found = min(here, key=lambda table: table.head is not None)  # without a head, the target's own table first
         if found.target_fingerprint != reports[run].target.get("fingerprint"):

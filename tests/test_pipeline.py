@@ -802,7 +802,7 @@ def test_costs_and_the_failure_mode_lead_to_advice(finished: Run, tmp_path: Path
 
     words = [f"runs=[{out.parent}]", f"out={tmp_path}/advice", "workload.temperature=1.2", "workload.concurrency=3"]
     missing = shell.wait(shell.start("mtp_train.advise", words))
-    assert missing.code == 2 and f"run tools/measure_costs.py --run {out.parent} --name mtp --engine vllm" in missing.stderr
+    assert missing.code == 2 and f"run python tools/measure_costs.py --run {out.parent} --name mtp --engine vllm" in missing.stderr
     done = shell.wait(shell.start("mtp_train.advise", [*words, "costs=hf"]))
     assert done.code == 0, done.stderr[-3000:]
     advice = json.loads((tmp_path / "advice" / "advice.json").read_text(encoding="utf-8"))

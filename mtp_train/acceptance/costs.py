@@ -164,8 +164,8 @@ class CostTable:
         by_place = {(cell.batch_size, cell.num_tokens): of(cell) for cell in cells}
         batches, tokens = _axis(cells, "batch_size"), _axis(cells, "num_tokens")
         (low, high, share), (few, many, part) = (
-            _between(batches, batch_size, "batch sizes"),
-            _between(tokens, num_tokens, "tokens per sequence"),
+            _between(batches, batch_size, "batch sizes", flag="--batch-sizes"),
+            _between(tokens, num_tokens, "tokens per sequence", flag="--num-tokens"),
         )
         rows = [by_place[batch, few] * (1 - part) + by_place[batch, many] * part for batch in (low, high)]
         return rows[0] * (1 - share) + rows[1] * share
@@ -175,10 +175,22 @@ def _axis(cells: Sequence[Timing], name: Literal["batch_size", "num_tokens"]) ->
     return sorted({getattr(cell, name) for cell in cells})
 
 
-def _between(axis: Sequence[int], value: float, what: str) -> tuple[int, int, float]:
-    """The neighbours of a value on an axis, and how far it lies from the first to the second."""
+class NotTimed(ValueError):
+    """What is asked for lies beyond the cells; ``words`` have tools/measure_costs.py time it too."""
+
+    def __init__(self, message: str, *, words: Sequence[str]) -> None:
+        super().__init__(message)
+        self.words = tuple(words)
+
+
+def _between(axis: Sequence[int], value: float, what: str, *, flag: str) -> tuple[int, int, float]:
+    """The neighbours of a value on an axis, and how far it lies from the first to the second. NotTimed beyond its ends, with the
+    ``flag`` that widens it."""
     if not axis[0] <= value <= axis[-1]:
-        raise ValueError(f"costs: expected {what} from {axis[0]} to {axis[-1]}, which were timed, found {value:g}; measure more of them")
+        raise NotTimed(
+            f"costs: expected {what} from {axis[0]} to {axis[-1]}, which were timed, found {value:g}; measure more of them",
+            words=[flag, *map(str, sorted({*axis, math.ceil(value)}))],
+        )
     index = min(bisect.bisect_right(axis, value), len(axis) - 1)
     low, high = axis[max(index - 1, 0)], axis[index]
     return low, high, 0.0 if low == high else (value - low) / (high - low)

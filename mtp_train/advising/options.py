@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mtp_train.acceptance.costs import CostTable, Shape
+from mtp_train.acceptance.costs import CostTable, NotTimed, Shape
 from mtp_train.acceptance.expected import Expected, FasterRange, expected_lengths, faster_range
 from mtp_train.acceptance.interval import Interval
 from mtp_train.acceptance.report_data import ReportData
 from mtp_train.acceptance.report_summary import Figures, summarise
 from mtp_train.acceptance.report_way import NO_HEAD
+from mtp_train.advising.missing import costs_command, evaluate_command
 from mtp_train.advising.workload import Serve, Workload
 from mtp_train.records import PromptAcceptance
 
@@ -87,7 +88,7 @@ class Found(NamedTuple):
 def find_options(reports: Mapping[str, ReportData], workload: Workload, *, table_of: TableOf) -> Found:
     """``table_of(run, head)`` gives the costs for a head (None: a scheme without one), or raises what is missing.
 
-    Errors: ValueError where nothing that was measured fits the workload; it says of each why.
+    Errors: ValueError where nothing that was measured fits the workload; it says of each all that it lacks.
     """
     options: list[Option] = []
     left_out: list[str] = []
@@ -153,8 +154,29 @@ def _options(family: Family, by_temperature: Mapping[float, Figures], workload: 
     if workload.temperature == 0 and family.draft_sampling == "probabilistic":
         raise ValueError("at temperature 0 they are greedy drafts")
     around = _around(sorted(by_temperature), workload.temperature)
+    lacks = [] if around else [_temperature_lack(family, by_temperature, workload.temperature)]
+    head, table, options = None if family.decoding in NO_HEAD else family.head, None, []
+    try:
+        table = table_of(family.run, head)
+        options = _at_best(
+            family, by_temperature, around or (min(by_temperature),), workload, table
+        )  # what else is missing is seen with any
+    except NotTimed as fault:
+        assert table is not None
+        measures = table.source == "measured"
+        lacks.append(f"{fault}: {costs_command(family.run, head=head, engine=table.engine, more=fault.words)}" if measures else str(fault))
+    except ValueError as fault:
+        lacks.append(str(fault))
+    if lacks:
+        raise ValueError("; and ".join(lacks))
+    return options
+
+
+def _at_best(
+    family: Family, by_temperature: Mapping[float, Figures], around: tuple[float, ...], workload: Workload, table: CostTable
+) -> list[Option]:
+    """Every draft length, at the number of sequences that is best for it."""
     measured = tuple(by_temperature[temperature] for temperature in around)
-    table = table_of(family.run, None if family.decoding in NO_HEAD else family.head)
     at = _batch_sizes(table, workload)
     best: dict[int, tuple[Expected, int, float]] = {}
     plain = max(batch / table.verify_s(batch, 1) for batch in at)
@@ -184,17 +206,24 @@ def _options(family: Family, by_temperature: Mapping[float, Figures], workload: 
 
 
 def _around(temperatures: Sequence[float], wanted: float) -> tuple[float, ...]:
-    """The temperature itself where it was measured, else the two next to it."""
+    """The temperature itself where it was measured, else the two next to it; none where it is not reached."""
     if wanted in temperatures:
         return (wanted,)
     below, above = [t for t in temperatures if t < wanted], [t for t in temperatures if t > wanted]
-    if not below or not above:
-        said = ", ".join(f"{t:g}" for t in temperatures)
-        raise ValueError(
-            f"measured at temperature {said}, which does not reach {wanted:g}; evaluate at yours "
-            f"(ways.sampled.temperature={wanted:g}), or with failure_mode=[project] up to 1.5"
-        )
-    return max(below), min(above)
+    return (max(below), min(above)) if below and above else ()
+
+
+def _temperature_lack(family: Family, by_temperature: Mapping[float, Figures], wanted: float) -> str:
+    said = ", ".join(f"{t:g}" for t in sorted(by_temperature))
+    engine = next(iter(by_temperature.values())).measurement.acceptance.measured_by
+    settings = [] if engine == "hf" else [f"engine={engine}"]
+    settings += [] if family.decoding == "chain" else [f"decoding={family.decoding}"]
+    settings += [] if family.decoding in NO_HEAD else [f"name={family.head}"]
+    settings += [f"ways.sampled.temperature={wanted:g}", f"ways.sampled.draft_sampling={family.draft_sampling}"]
+    return (
+        f"measured at temperature {said}, which does not reach {wanted:g}; run {evaluate_command(family.run, settings=settings)} with the "
+        "target's settings and those it was measured with, or with failure_mode=[project], up to 1.5"
+    )
 
 
 def _batch_sizes(table: CostTable, workload: Workload) -> list[int]:

@@ -103,6 +103,16 @@ def test_what_is_missing_is_said_for_each(acceptance: Make, report: Make, table:
 
     with pytest.raises(ValueError, match=r"found nothing:\n  mtp, chain, K = 4, greedy drafts \(run\): no costs here"):
         find_options({"run": report(acceptance(0.5))}, workload(), table_of=nothing)
+    with pytest.raises(ValueError, match=r"does not reach 0.7; run .*; and no costs here") as told:  # all of it, at the first try
+        find_options({"a run": report(acceptance(0.5))}, workload(temperature=0.7), table_of=nothing)
+    command = "python -m mtp_train.evaluate 'run=a run' name=mtp ways.sampled.temperature=0.7 ways.sampled.draft_sampling=greedy with"
+    assert command in str(told.value)
+    with pytest.raises(ValueError, match="expected batch sizes from 1 to 16, which were timed, found 24; measure more of them") as told:
+        find({"a run": report(acceptance(0.5))}, workload(concurrency=24), table())
+    command = "python tools/measure_costs.py --run 'a run' --name mtp --engine hf --batch-sizes 1 2 4 8 16 24"
+    assert str(told.value).endswith(f": {command}")
+    with pytest.raises(ValueError, match=r"measure more of them$"):  # a table that no tool measured
+        find({"a run": report(acceptance(0.5))}, workload(concurrency=24), table(source="modelled"))
     with pytest.raises(ValueError, match=r"workload.prompt_set: expected one that run measured \(project\), found 'mine'"):
         find({"run": report(acceptance(0.5))}, workload(prompt_set="mine"), table())
 

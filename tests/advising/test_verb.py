@@ -62,7 +62,11 @@ def test_what_is_missing_or_does_not_fit_is_said(acceptance: Make, report: Make,
     for words, said in cases.items():
         done = run(*words)
         assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, (words, done.stderr)
+    none = run(one, "costs=hf").stderr.strip()
+    command = f"run python tools/measure_costs.py --run {tmp_path}/one --name mtp --engine hf"
+    assert none.endswith(f"{command}, or take modelled ones (costs=modelled)"), "not the very engine that was asked for"
     write_costs(table(device="NVIDIA H200"), tmp_path / "one" / "report")
+    assert "or take those of hf, which are there (costs=hf), or modelled ones" in run(one).stderr
     done = run(one, "costs=hf")
     assert done.returncode == 2 and "expected times taken on a cpu (hardware=2cpu), found NVIDIA H200" in done.stderr
 

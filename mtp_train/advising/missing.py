@@ -1,0 +1,29 @@
+"""The commands that measure what an answer lacks, ready to paste but for the target's settings and those of the run."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from mtp_train.acceptance.report import JSON
+
+
+def report_folder(given: str) -> Path:
+    """The report that ``runs`` names: by its own folder or its run's."""
+    return Path(given) if (Path(given) / JSON).is_file() else Path(given) / "report"
+
+
+def evaluate_command(run: str, *, settings: Sequence[str]) -> str:
+    """``evaluate`` into the same report."""
+    report = report_folder(run)
+    out = [] if report.name == "report" else [f"out={report}"]
+    return shlex.join(["python", "-m", "mtp_train.evaluate", f"run={report.parent}", *out, *settings])
+
+
+def costs_command(run: str, *, head: str | None, engine: str, more: Sequence[str] = ()) -> str:
+    """``tools/measure_costs.py`` into the same report; ``head`` None: the target alone."""
+    report = report_folder(run)
+    out = [] if report.name == "report" else ["--out", str(report)]
+    words = ["--run", str(report.parent), *out, "--name", head or "none", "--engine", engine, *more]
+    return shlex.join(["python", "tools/measure_costs.py", *words])
