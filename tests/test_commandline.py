@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 
 from mtp_train.commandline import as_text, next_command, remember
 
@@ -17,3 +22,20 @@ def test_the_next_command_keeps_target_run_and_folder_as_they_were_typed() -> No
     assert next_command("export", reads=None, also=["name=x"]) == "python -m mtp_train.export run=r checkpoint=c name=x"
     remember([])
     assert next_command("precompute", reads="responses") == "python -m mtp_train.precompute"
+
+
+@pytest.mark.parametrize(
+    ("tool", "least"),
+    [
+        ("measure_costs", {"context-tokens": "at least 2", "num-repeats": "at least 3", "draft-lengths": "two or more"}),
+        ("certify", {"num-draws": "at least 200 for each cell but one", "vocabulary": "at least 2"}),
+    ],
+)
+def test_a_tool_s_help_names_defaults_and_what_is_refused_below(tool: str, least: dict[str, str]) -> None:
+    root = Path(__file__).resolve().parent.parent
+    shown = subprocess.run([sys.executable, str(root / "tools" / f"{tool}.py"), "--help"], check=True, capture_output=True, text=True)
+    told = {part.split()[0]: " ".join(part.split()) for part in shown.stdout.partition("\noptions:")[2].split("\n  --")[1:]}
+    for option, words in least.items():
+        assert words in told[option] and "default: " in told[option]
+    silent = {option for option, text in told.items() if "default: " not in text}
+    assert silent <= {"run", "name", "target", "out", "checkpoint"}, "these are asked for, or begin as none"

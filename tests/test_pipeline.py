@@ -791,6 +791,7 @@ def test_costs_and_the_failure_mode_lead_to_advice(finished: Run, tmp_path: Path
     timed = shell.wait(shell.start("tools.measure_costs", ["--name", "mtp", *target, *cells, "dtype=float32"]))
     assert timed.code == 0, timed.stderr[-3000:]
     assert f"costs: {out}/costs/hf.mtp.json" in timed.stdout and "a draft step" in timed.stdout
+    assert "Milliseconds: hf (" in timed.stdout
     refused = shell.wait(shell.start("tools.measure_costs", ["--name", "mtp", *target, "no_such=1"]))
     assert refused.code == 2 and "no_such=1" in refused.stderr and "Traceback" not in refused.stderr
 

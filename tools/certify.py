@@ -20,11 +20,22 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--schemes", nargs="+", default=None, metavar="WORD", help="of conf/decoding (default: all)")
     parser.add_argument(
-        "--temperatures", nargs="*", type=float, default=[0.5, 1.0, 1.5], help="of the sampled cases; none: no sampled cases"
+        "--temperatures",
+        nargs="*",
+        type=float,
+        default=[0.5, 1.0, 1.5],
+        help="of the sampled cases; none: no sampled cases (default: %(default)s)",
     )
-    parser.add_argument("--num-draws", type=int, default=40_000, help="texts drawn in each sampled case")
-    parser.add_argument("--vocabulary", type=int, default=4, help="tokens of the small target; cells are its cube")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--num-draws",
+        type=int,
+        default=40_000,
+        help="texts drawn in each sampled case, at least 200 for each cell but one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--vocabulary", type=int, default=4, help="tokens of the small target, at least 2; cells are its cube (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument(
         "--checkpoint",
         nargs="*",
@@ -32,11 +43,11 @@ def parse() -> argparse.Namespace:
         default=[],
         help="heads whose greedy texts are compared, and those of schemes without a head: RUN/checkpoint/NAME",
     )
-    parser.add_argument("--target-word", default="smollm2_135m", help="the heads' target, of conf/target")
-    parser.add_argument("--prompts", default="project_heldout", help="of conf/benchmark, for the greedy texts")
+    parser.add_argument("--target-word", default="smollm2_135m", help="the heads' target, of conf/target (default: %(default)s)")
+    parser.add_argument("--prompts", default="project_heldout", help="of conf/benchmark, for the greedy texts (default: %(default)s)")
     parser.add_argument("--num-prompts", type=int, default=None, help="default: all of the set")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="of each greedy text (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=16, help="prompts decoded together (default: %(default)s)")
     return parser.parse_args()
 
 

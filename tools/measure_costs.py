@@ -20,18 +20,30 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="a run's folder")
     parser.add_argument("--name", required=True, help="the head: a folder in RUN/checkpoint/; none: the target alone")
-    parser.add_argument("--engine", choices=("hf", "vllm"), default="hf")
-    parser.add_argument("--target", nargs="+", default=["smollm2_135m"], help="a word of conf/target, and settings of it (local path=...)")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--engine", choices=("hf", "vllm"), default="hf", help="default: %(default)s")
     parser.add_argument(
-        "--num-tokens", type=int, nargs="+", default=[1, 2, 4, 6], help="that the target reads of each sequence; 1: plain decoding"
+        "--target",
+        nargs="+",
+        default=["smollm2_135m"],
+        help="a word of conf/target, and settings of it: local path=... (default: smollm2_135m)",
+    )
+    numbers: dict[str, Any] = {"type": int, "nargs": "+"}
+    parser.add_argument("--batch-sizes", **numbers, default=[1, 2, 4, 8, 16], help="sequences at once, ascending (default: %(default)s)")
+    parser.add_argument(
+        "--num-tokens",
+        **numbers,
+        default=[1, 2, 4, 6],
+        help="that the target reads of each sequence, ascending; 1, plain decoding, among them (default: %(default)s)",
     )
     parser.add_argument(
-        "--draft-lengths", type=int, nargs="+", default=[1, 5], help="each one less than one of --num-tokens; Medusa's: up to its num_heads"
+        "--draft-lengths",
+        **numbers,
+        default=[1, 5],
+        help="two or more, each one less than one of --num-tokens; Medusa's: up to its num_heads (default: %(default)s)",
     )
-    parser.add_argument("--context-tokens", type=int, default=256, help="that each sequence holds")
-    parser.add_argument("--num-repeats", type=int, default=9)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--context-tokens", type=int, default=256, help="that each sequence holds, at least 2 (default: %(default)s)")
+    parser.add_argument("--num-repeats", type=int, default=9, help="timings of each cell, at least 3 (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=None, help="a report's folder; default: RUN/report")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the engine, such as dtype=float32")
     return parser.parse_intermixed_args()
@@ -112,8 +124,8 @@ def main() -> int:
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     for table in read_costs(path.parent.parent):
-        _, columns, rows = cells_table(table)
-        shown = Table(title=Text(table.label), title_justify="left")
+        unit, columns, rows = cells_table(table)
+        shown = Table(title=Text(f"{unit}: {table.label}"), title_justify="left")
         for column in columns:
             shown.add_column(column, justify="right")
         for row in rows:
