@@ -71,7 +71,7 @@ def main(cfg: DictConfig) -> None:
         skips = run.out / (f"skips-{rank()}.json" if rank() else "skips.json")
         counts.write(skips)
         if counts.num_skipped or counts.notes:
-            log(f"{counts.summary()}; more of them in {skips}")
+            log(counts.summary() + (f"; more of them in {skips}" if counts.has_more else ""))
     barrier()
     if is_main():
         count = writer.finish()

@@ -56,6 +56,11 @@ class SkipCounts:
     def num_skipped(self) -> int:
         return sum(tally.count for tally in self.skipped.values())
 
+    @property
+    def has_more(self) -> bool:
+        """Whether there are more than the first of each reason, which ``summary`` shows."""
+        return any(tally.count > 1 for tally in (*self.skipped.values(), *self.notes.values()))
+
     def skip(self, skip: Skip, *, row: int | str) -> None:
         """Count a row that is left out; ``row`` is its number, or the prompt id where no number is known any more."""
         _count(self.skipped, skip, row)

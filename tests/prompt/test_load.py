@@ -10,6 +10,7 @@ import pytest
 
 from mtp_train.prompt.load import load_prompts
 from mtp_train.prompt.long_documents import materialise
+from mtp_train.prompt.skips import Skip, SkipCounts
 
 TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
@@ -130,13 +131,20 @@ def test_faults_are_counted_with_their_row_and_stop_the_run_where_asked(tmp_path
     assert len(prompts) == 2
     assert {name: tally.count for name, tally in counts.skipped.items()} == {reason: 1}
     example = counts.skipped[reason].examples[0]
-    assert example["row"] == 2
+    assert example["row"] == 2 and not counts.has_more, "the summary shows it"
     assert SAYS.get(reason, "") in example["why"]
     counts.write(tmp_path / "skips.json")
     written = json.loads((tmp_path / "skips.json").read_text(encoding="utf-8"))
     assert (written["num_rows"], written["num_kept"], written["skipped"][reason]["count"]) == (3, 2, 1)
     with pytest.raises(ValueError, match=f"row 2: {reason}"):
         load(path, on_bad_row="error")
+
+
+def test_there_is_more_where_a_reason_came_twice():
+    counts = SkipCounts()
+    for row, more in ((1, False), (2, True)):
+        counts.note(Skip(reason="odd", why="it is"), row=row)
+        assert counts.has_more is more
 
 
 def test_nul_and_control_characters_are_kept(tmp_path):
