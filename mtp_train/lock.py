@@ -12,14 +12,15 @@ from mtp_train.runtime import log
 
 
 @contextmanager
-def alone(lock: Path, *, writes: Path, wait: bool) -> Iterator[None]:
+def alone(lock: Path, *, writes: Path, wait: bool, instead: str = "run=") -> Iterator[None]:
     """Hold the file ``lock`` while the block runs, so that one process at a time writes to ``writes``.
 
-    The system frees it when the process ends, however it ends. ``wait`` waits for the other process, else it is refused.
+    The system frees it when the process ends, however it ends. ``wait`` waits for the other process, else it is refused, and told
+    which setting to choose ``instead``.
     Errors: ValueError where another process holds it.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
-    while (descriptor := _lock(lock, writes=writes, wait=wait)) is None:
+    while (descriptor := _lock(lock, writes=writes, wait=wait, instead=instead)) is None:
         pass
     os.truncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
@@ -30,7 +31,7 @@ def alone(lock: Path, *, writes: Path, wait: bool) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _lock(lock: Path, *, writes: Path, wait: bool) -> int | None:
+def _lock(lock: Path, *, writes: Path, wait: bool, instead: str) -> int | None:
     """The locked file's descriptor; None where it was taken away between opening and locking."""
     import fcntl
 
@@ -42,7 +43,7 @@ def _lock(lock: Path, *, writes: Path, wait: bool) -> int | None:
         os.close(descriptor)
         raise ValueError(
             f"{writes}: expected to be the only one who writes there, found another process at it ({holder}); "
-            "wait until it is done, or choose another run="
+            f"wait until it is done, or choose another {instead}"
         ) from None
     except OSError as error:  # some network file systems have no locks
         log(f"{lock} cannot be locked ({error.strerror}): nothing keeps a second process from writing to {writes}")

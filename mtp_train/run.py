@@ -49,7 +49,7 @@ def open_run(out: Path, *, lock: str | None, settings: dict[str, Any]) -> Run:
         if path not in _held:  # a sweep runs a stage several times in one process
             _held[path] = ExitStack()
             atexit.register(_held[path].close)
-            _held[path].enter_context(alone(path, writes=out, wait=False))
+            _held[path].enter_context(alone(path, writes=out, wait=False, instead="name=" if "name" in settings else "run="))
     return Run(out=out, settings=settings, provenance=provenance())
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mtp_train.lock import alone
+from mtp_train.run import open_run
 
 ROOT = Path(__file__).resolve().parent.parent
 # Holds a lock, says so, and waits to be told to end.
@@ -48,6 +49,14 @@ def test_another_process_is_refused_by_its_number_until_the_first_ends(tmp_path:
     with alone(lock, writes=tmp_path, wait=False):
         assert lock.read_text().startswith(f"process {os.getpid()} on ")
     assert not lock.exists()
+
+
+def test_where_another_name_is_enough_it_is_offered(tmp_path: Path) -> None:
+    for settings, instead in (({"name": "mtp"}, "name="), ({}, "run=")):
+        first = hold(tmp_path / f".{instead}.lock")
+        with pytest.raises(ValueError, match=f"choose another {instead}$"):
+            open_run(tmp_path, lock=instead, settings=settings)
+        end(first)
 
 
 def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
