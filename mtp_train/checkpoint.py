@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mtp_train.runtime import atomic_path, atomic_write_json, log, read_object, sha256_file
+from mtp_train.typed import nearest
 
 FORMAT_VERSION = 1
 WEIGHTS = "head.safetensors"
@@ -54,8 +55,11 @@ def read_head_config(path: Path) -> dict[str, Any]:
     version.
     """
     if not (path / CONFIG).is_file():
+        there = sorted(found.parent.name for found in path.parent.glob(f"*/{CONFIG}"))
+        others = f"{nearest(path.name, there)}heads there: {', '.join(there)} (name=); or " if there else ""
         raise ValueError(
-            f"{path}: expected a head ({CONFIG} and {WEIGHTS}), found no {CONFIG}; run train first, or point checkpoint= at a head's folder"
+            f"{path}: expected a head ({CONFIG} and {WEIGHTS}), found no {CONFIG}; {others}run train first, or point checkpoint= at a "
+            "head's folder"
         )
     document = read_object(path / CONFIG, _KINDS, remedy="it is damaged, or was not written by mtp-train: restore it, or train again")
     if document["format_version"] != FORMAT_VERSION:

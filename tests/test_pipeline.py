@@ -507,6 +507,11 @@ def test_what_comes_before_is_missing_and_named(finished: Run, tmp_path: Path, s
     assert not [path for path in empty.folder.rglob("*") if path.is_file()], "a refused stage writes nothing"
 
 
+def test_a_head_that_is_not_there_is_told_beside_those_that_are(finished: Run) -> None:
+    message = finished.refused("export", "name=mpt")
+    assert "found no head.json; did you mean mtp? heads there: " in message and "run train first" in message
+
+
 def test_another_target_and_another_template_are_refused_with_both_values(
     finished: Run, tmp_path: Path, tiny_llama_tied: Path, shell: Shell
 ) -> None:
