@@ -65,6 +65,27 @@ def help_text(name: str, *, purpose: str, words: Sequence[str]) -> str:
     return _HELP.format(purpose=purpose, name=name, shared=shared, groups=listed, primary=f"{name}.yaml", settings=body)
 
 
+# Hydra's own options, and those of them that take the next word.
+_TAKE_WORD = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"}
+_TAKE_WORD |= {"--experimental-rerun", "--info", "-i"}
+_OPTIONS = _TAKE_WORD | {"--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m", "--shell-completion", "-sc"}
+
+
+def check_words(name: str, words: Sequence[str]) -> Sequence[str]:
+    """The words, which are settings and Hydra's own options; ValueError for any other, with the setting that may have been meant."""
+    for before, word, behind in zip(["", *words], words, [*words[1:], ""], strict=False):
+        key, equals, value = word.partition("=")
+        option = word.startswith("-")
+        if key in _OPTIONS if option else equals or word.startswith("~") or before in _TAKE_WORD:
+            continue
+        apart = not equals and bool(behind) and "=" not in behind and not behind.startswith("-")
+        said, value = (f"{word} {behind}", behind) if apart else (word, value)
+        meant = f"{key.lstrip('-')}={value or '...'}"
+        listed = f"python -m mtp_train.{name} --help lists groups, choices and settings"
+        raise ValueError(f"settings are key=value: expected {meant}, found {said}; {listed}")
+    return words
+
+
 def remember(words: Sequence[str]) -> None:
     """Keep what was typed, for ``next_command``."""
     _typed[:] = words

@@ -13,7 +13,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtp_train.commandline import as_text, conf_dir, help_text, remember, with_settings
+from mtp_train.commandline import as_text, check_words, conf_dir, help_text, remember, with_settings
 from mtp_train.faults import telling
 from mtp_train.orphan import end_with_parent
 from mtp_train.run import Run, check_name, open_run, record
@@ -49,7 +49,7 @@ def stage(name: str, *, kinds: Mapping[str, Any]) -> Callable[[Callable[[DictCon
                 if {"--help", "-h"} & set(sys.argv[1:]):
                     print(help_text(name, purpose=(sys.modules[main.__module__].__doc__ or "").strip(), words=sys.argv[1:]))
                     return
-                remember(sys.argv[1:])
+                remember(check_words(name, sys.argv[1:]))
                 sys.argv[1:] = as_text(_with_experiment(name, sys.argv[1:]), readable=_readable)
                 _start_hydra(name, main, kinds)
 
@@ -83,7 +83,7 @@ def _refusal(name: str, error: Exception, kinds: Mapping[str, Any]) -> str:
     """What Hydra's composition refused, without its search path and with what may have been meant."""
     from omegaconf import OmegaConf
 
-    said = str(error).split("\nConfig search path", 1)[0].strip()
+    said = re.sub(r"\nConfig search path[\s\S]*|\s*See https://hydra\.cc\S*( for (more )?details)?\.?", "", str(error)).strip()
     cause = error.__cause__
     if unknown := re.match(r"Could not override '([^']*)'", said):
         key = str(getattr(cause, "full_key", None) or unknown[1])
@@ -98,8 +98,9 @@ def _refusal(name: str, error: Exception, kinds: Mapping[str, Any]) -> str:
         }
         hint = nearest(key, sorted(known))
         return f"{key}: expected a setting of {name}, found none of that name; {hint}python -m mtp_train.{name} --help lists them"
+    hint = "".join(nearest(word, known_words(group)) for group, word in re.findall(r"Could not find '(\w+)/([^']+)'", said))
     why = f": {str(cause).splitlines()[0]}" if cause is not None and str(cause) else ""
-    return f"{said}{why}\n(python -m mtp_train.{name} --help lists groups, choices and settings)"
+    return f"{hint}{said}{why}\n(python -m mtp_train.{name} --help lists groups, choices and settings)"
 
 
 def _readable(word: str) -> bool:
@@ -212,8 +213,7 @@ def load_word(group: str, word: str) -> dict[str, Any]:
     path = conf_dir() / group / f"{word}.yaml"
     if not _WORD.fullmatch(word) or not path.is_file():
         raise ValueError(f"{group}: expected one of {known_words(group)}, found {word!r}")
-    node = plain(OmegaConf.load(path))
-    assert isinstance(node, dict), path
+    node: dict[str, Any] = fit(dict, plain(OmegaConf.load(path)), str(path))
     return node
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mtp_train.commandline import as_text, next_command, remember
+from mtp_train.commandline import as_text, check_words, next_command, remember
 
 
 def test_the_next_command_keeps_target_run_and_folder_as_they_were_typed() -> None:
@@ -22,6 +22,28 @@ def test_the_next_command_keeps_target_run_and_folder_as_they_were_typed() -> No
     assert next_command("export", reads=None, also=["name=x"]) == "python -m mtp_train.export run=r checkpoint=c name=x"
     remember([])
     assert next_command("precompute", reads="responses") == "python -m mtp_train.precompute"
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("--num_steps=3", "expected num_steps=3, found --num_steps=3;"),
+        ("head=mtp --num-steps 3", "expected num-steps=3, found --num-steps 3;"),
+        ("run runs/mine", "expected run=runs/mine, found run runs/mine;"),
+        ("run=x seed", "expected seed=..., found seed;"),
+        ("--cfg job job", "expected job=..., found job;"),
+        ("-x --cfg job", "expected x=..., found -x;"),
+    ],
+)
+def test_a_word_that_is_no_setting_is_told_which_one_was_meant(typed: str, said: str) -> None:
+    with pytest.raises(ValueError, match="settings are key=value: expected ") as told:
+        check_words("train", typed.split())
+    assert said in str(told.value)
+
+
+@pytest.mark.parametrize("typed", ["", "--cfg job run=x", "-m seed=1,2", "--info config ~seed +a.b=1 --cfg=job", "run=a=b -c job ++x=-y"])
+def test_settings_and_hydra_s_options_pass(typed: str) -> None:
+    assert check_words("train", typed.split()) == typed.split()
 
 
 @pytest.mark.parametrize(

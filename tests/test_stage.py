@@ -188,6 +188,8 @@ REFUSED = {
         "sampling.tempreature=1": "did you mean sampling.temperature",
         "engine.bacht_size=3": "did you mean engine.batch_size",
         "engine=nope": "Could not find 'engine/nope'",
+        "engine=serv": "did you mean server? ",
+        "--num_answers=3": "settings are key=value: expected num_answers=3, found --num_answers=3;",
         "~sampling.seed": "sampling.seed: expected a value, found it taken away",
         "~engine": "engine: expected a value, found it taken away",
         "x y": "python -m mtp_train.regenerate --help lists groups, choices and settings",
