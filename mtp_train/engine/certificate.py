@@ -31,6 +31,7 @@ from mtp_train.head.base import Head, ParallelHead
 from mtp_train.head.mtp import Mtp
 from mtp_train.nn.attention import PackedAttention
 from mtp_train.runtime import atomic_write_json, log, read_object
+from mtp_train.target.model_folder import WEIGHTS
 from mtp_train.target.weights import SharedWeights
 
 Finished = TypeVar("Finished", SampledCase, GreedyCase)
@@ -109,6 +110,7 @@ class SmallTarget:
     """A random target with a vocabulary of few tokens on disk, an engine over it, and its exact distribution."""
 
     def __init__(self, folder: Path, *, vocabulary: int, seed: int) -> None:
+        from safetensors.torch import save_file
         from transformers import LlamaConfig, LlamaForCausalLM
 
         if vocabulary < 2:
@@ -126,7 +128,10 @@ class SmallTarget:
                 bos_token_id=0,
                 eos_token_id=0,
             )
-            LlamaForCausalLM(config).save_pretrained(folder)
+            model = LlamaForCausalLM(config)
+        # Not by the model's own save_pretrained, which imports deepspeed where it is installed: that takes seconds and warns of CPUs.
+        config.save_pretrained(folder)
+        save_file(model.state_dict(), folder / WEIGHTS, metadata={"format": "pt"})
         self.folder, self.vocabulary, self.seed = folder, vocabulary, seed
         self.prompt = tuple(token % vocabulary for token in _PROMPT_TOKENS)
         self.engine = HfEngine(
