@@ -800,7 +800,8 @@ def test_costs_and_the_failure_mode_lead_to_advice(finished: Run, tmp_path: Path
     refused = shell.wait(shell.start("tools.measure_costs", ["--name", "mtp", *target, "no_such=1"]))
     assert refused.code == 2 and "no_such=1" in refused.stderr and "Traceback" not in refused.stderr
 
-    finished.ok("evaluate", f"out={out}", "failure_mode=[project]", "identity.num_prompts=0", "batch_size=4", "engine.batch_size=4")
+    said = finished.ok("evaluate", f"out={out}", "failure_mode=[project]", "identity.num_prompts=0", "batch_size=4", "engine.batch_size=4")
+    assert f" run={finished.folder} name=mtp exporter=hf\n" in said and "next: python -m mtp_train.export " in said
     page = (out / "index.html").read_text(encoding="utf-8")
     assert "sampled at temperature 1.5, drafts probabilistic" in page
     assert "Where drafts stop being taken" in page and "greedy drafts, temperature 1.5 less 0" in page
