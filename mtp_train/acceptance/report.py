@@ -42,7 +42,7 @@ def stands(data: ReportData, out: Path) -> bool:
 
 def print_summary(data: ReportData, out: Path) -> None:
     """Print the tables, what is established and the page's path to the terminal (stdout)."""
-    print_tables(summarise(data))
+    print_tables(summarise(data), data.notes)
     print(f"report: {out / HTML}")
 
 
@@ -95,6 +95,7 @@ def _section_json(section: Section) -> dict[str, Any]:
         "prompt_set": section.prompt_set.name,
         "way": section.way._asdict(),
         "num_prompts": section.num_prompts,
+        "max_new_tokens": section.max_new_tokens,
         "figures": [
             {
                 "head": figures.head,
@@ -120,4 +121,5 @@ def _section_json(section: Section) -> dict[str, Any]:
             }
             for comparison in section.comparisons
         ],
+        "left_out": [dataclasses.asdict(found) for found in section.left_out],
     }

@@ -125,7 +125,7 @@ def _section(section: Section, colours: dict[str, int]) -> dict[str, Any]:
     return {
         "set": section.prompt_set,
         "way": section.way.text,
-        "num_prompts": section.num_prompts,
+        "size": section.size,
         "engines": engines(section),
         "table": table,
         "colours": [index % NUM_COLOURS for index in by_column.values()],
@@ -137,7 +137,8 @@ def _section(section: Section, colours: dict[str, int]) -> dict[str, Any]:
                 colours={**colours, **by_head, **by_column},
             )
         ),
-        "comparisons": [(comparison_text(found), found.rates[0].established) for found in section.comparisons],
+        "comparisons": [(comparison_text(found), found.establishes(found.rates[0])) for found in section.comparisons],
+        "left_out": [found.text for found in section.left_out],
         "estimate_notes": estimate_note(section),
         "identities": [_identity(figures) for figures in section.proofs],
         "serving": serving(section),
@@ -179,7 +180,8 @@ def _breakdowns(summary: Summary, colours: dict[str, int]) -> list[dict[str, Any
     pooled: dict[str, Acceptance] = {}
     for section in summary.sections:
         for figures in section.measured or section.estimates:
-            if section.way == headline.way and figures.engine == engine:
+            alike = section.way == headline.way and section.max_new_tokens == headline.max_new_tokens
+            if alike and figures.engine == engine:
                 acceptance = figures.measurement.acceptance
                 before = pooled[figures.head].prompts if figures.head in pooled else ()
                 pooled[figures.head] = dataclasses.replace(acceptance, prompts=before + acceptance.prompts)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from mtp_train.acceptance.alike import prompts_of
 from mtp_train.acceptance.interval import Interval, paired_difference, rates_and_length
 from mtp_train.acceptance.report_costs import NONE, Rows
 from mtp_train.acceptance.report_summary import Figures, Section, Summary, interval_text
@@ -79,9 +80,11 @@ def _falls(found: Sequence[tuple[Section, Figures]]) -> list[str]:
             start = f"temperature {after.way.temperature:g}, {after.way.draft_sampling} less {before.way.draft_sampling} drafts"
         else:
             continue
-        prompts = second.measurement.acceptance.prompts, first.measurement.acceptance.prompts
-        if {prompt.prompt_id for prompt in prompts[0]} != {prompt.prompt_id for prompt in prompts[1]}:
+        counts = second.measurement.acceptance, first.measurement.acceptance
+        if before.max_new_tokens != after.max_new_tokens or prompts_of(counts[0]) != prompts_of(counts[1]):
+            said.append(f"{start}: left out, since they were not measured alike: {after.size} and {before.size}.")
             continue
+        prompts = counts[0].prompts, counts[1].prompts
         rates, length = paired_difference(*prompts, after.way.num_speculative_tokens)
         said.append(f"{start}: first position {_difference(rates[0])}, acceptance length {_difference(length)}.")
     return said

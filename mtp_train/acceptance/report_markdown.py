@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 
 from mtp_train.acceptance.certificate import GREEDY_COLUMNS, SAMPLED_COLUMNS, Certificate, greedy_rows, sampled_rows
 from mtp_train.acceptance.report_costs import cost_sections, rows_markdown
@@ -21,10 +22,12 @@ def markdown(data: ReportData, summary: Summary) -> str:
     for section in summary.sections:
         table = section_table(section)
         lines += [f"## {escape(section.prompt_set.label)}: {escape(section.way.text)}", ""]
-        lines += [escape(f"{section.prompt_set.description}: {section.num_prompts} prompts. Engine: {engines(section)}."), ""]
+        about = f"{section.prompt_set.description}: " if section.prompt_set.description else ""
+        lines += [escape(f"{about}{section.size}. Engine: {engines(section)}."), ""]
         lines += ["| | " + " | ".join(map(escape, table.columns)) + " |", "|---|" + "---:|" * len(table.columns)]
         lines += [f"| {escape(row.label)} | " + " | ".join(map(escape, row.cells)) + " |" for row in table.rows]
-        said = [comparison_text(comparison) for comparison in section.comparisons] + estimate_note(section)
+        said = [comparison_text(comparison) for comparison in section.comparisons] + [found.text for found in section.left_out]
+        said += estimate_note(section)
         said += [text for figures in section.proofs if (text := identity_text(figures)) is not None]
         lines += ["", *(f"- {escape(text)}" for text in said), ""]
         for about, command in serving(section):
@@ -101,8 +104,8 @@ def escape(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]|#~$])", r"\\\1", flat.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
 
 
-def print_tables(summary: Summary) -> None:
-    """Print the tables and what is established to the terminal (stdout)."""
+def print_tables(summary: Summary, notes: Sequence[str]) -> None:
+    """Print the tables, what is established, and what the reader must know to the terminal (stdout)."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -110,7 +113,7 @@ def print_tables(summary: Summary) -> None:
     console = Console()
     for section in summary.sections:
         found = section_table(section)
-        title = Text(f"{section.prompt_set.label} ({section.num_prompts} prompts): {section.way.text}")
+        title = Text(f"{section.prompt_set.label} ({section.size}): {section.way.text}")
         table = Table(title=title, title_justify="left", caption=Text(engines(section)), caption_justify="left")
         table.add_column("")
         for column in found.columns:
@@ -119,9 +122,11 @@ def print_tables(summary: Summary) -> None:
             last = number + 1 == len(found.rows) or found.rows[number + 1].kind != row.kind
             table.add_row(Text(row.label), *map(Text, row.cells), style="bold" if row.kind == "length" else "", end_section=last)
         console.print(table)
-        said = [comparison_text(comparison) for comparison in section.comparisons]
+        said = [comparison_text(comparison) for comparison in section.comparisons] + [item.text for item in section.left_out]
         for text in said + [text for figures in section.proofs if (text := identity_text(figures)) is not None]:
             console.print(Text(text))
         console.print()
     for verdict in summary.verdicts:
         console.print(Text(verdict.text, style="green" if verdict.reached else "yellow"))
+    for note in notes:
+        console.print(Text(f"Note: {note}"))

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from mtp_train.acceptance.report_costs import NONE, Rows
 from mtp_train.acceptance.report_summary import Figures, Section, Summary, interval_text
 
 
 def rankings(summary: Summary) -> list[Rows]:
-    """A table per prompt set and temperature at which there is something to choose between: sorted by measured speed-up, and by
-    acceptance length where no speed was measured or two are equal."""
-    grouped: dict[tuple[str, float], list[tuple[Section, Figures]]] = {}
+    """A table per prompt set, bound of answers and temperature at which there is something to choose between: sorted by measured
+    speed-up, and by acceptance length where no speed was measured or two are equal."""
+    grouped: dict[tuple[str, str, float], list[tuple[Section, Figures]]] = {}
     for section in summary.sections:
-        key = section.prompt_set.label, section.way.temperature
+        key = section.prompt_set.label, section.size, section.way.temperature
         grouped.setdefault(key, []).extend((section, figures) for figures in section.measured)
-    return [_ranking(label, temperature, found) for (label, temperature), found in grouped.items() if len(found) > 1]
+    titles = Counter((label, temperature) for label, _, temperature in grouped)
+    return [
+        _ranking(f"{label} ({size})" if titles[label, temperature] > 1 else label, temperature, found)
+        for (label, size, temperature), found in grouped.items()
+        if len(found) > 1
+    ]
 
 
 def _ranking(label: str, temperature: float, found: list[tuple[Section, Figures]]) -> Rows:

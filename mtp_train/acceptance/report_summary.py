@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mtp_train.acceptance.interval import Interval, paired_difference, rates_and_length
+from mtp_train.acceptance.alike import engine_of, is_proof_alone, limit_of, prompts_of
+from mtp_train.acceptance.interval import Interval, rates_and_length
 from mtp_train.acceptance.report_data import Aim, Measurement, PromptSet, ReportData
+from mtp_train.acceptance.report_pairs import MIN_PROMPTS, Comparison, LeftOut, pair
 from mtp_train.acceptance.report_way import Way, way_of
 from mtp_train.acceptance.tally import num_passes_without_drafts
 from mtp_train.records import Acceptance, PromptAcceptance
@@ -34,8 +36,7 @@ class Figures:
     @property
     def engine(self) -> str:
         """Who counted: engine, version and dtype."""
-        acceptance = self.measurement.acceptance
-        return f"{acceptance.measured_by} ({acceptance.engine_version}, {acceptance.dtype})"
+        return engine_of(self.measurement.acceptance)
 
     @property
     def speedup(self) -> float | None:
@@ -57,19 +58,8 @@ class Figures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """First head less second, over the same prompts drawn together, both counted by one engine."""
-
-    first: str
-    second: str
-    engine: str
-    rates: list[Interval]
-    length: Interval
-
-
-@dataclass(frozen=True, kw_only=True)
 class Section:
-    """All that was measured on one prompt set in one way: heads side by side, estimates beside them.
+    """All that was measured on the same prompts in one way, answers bounded alike: heads side by side, estimates beside them.
 
     ``proofs`` carry an identity. One that was made for that alone (another run of the same head by the same engine stands
     here) is no column of the table: it has fewer prompts or another dtype.
@@ -81,10 +71,23 @@ class Section:
     estimates: list[Figures]
     proofs: list[Figures]
     comparisons: list[Comparison]
+    left_out: list[LeftOut]
 
     @property
     def num_prompts(self) -> int:
         return max(len(figures.measurement.acceptance.prompts) for figures in (*self.measured, *self.estimates))
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return limit_of((self.measured or self.estimates)[0].measurement.acceptance)
+
+    @property
+    def size(self) -> str:
+        """``80 prompts, at most 96 new tokens each``."""
+        most = self.max_new_tokens
+        return f"{self.num_prompts} prompt{'s' if self.num_prompts > 1 else ''}" + (
+            "" if most is None else f", at most {most} new tokens each"
+        )
 
     def estimate_of(self, head: str) -> Figures | None:
         return next((figures for figures in self.estimates if figures.head == head), None)
@@ -126,33 +129,36 @@ def summarise(data: ReportData) -> Summary:
         for way in sorted({way_of(item.acceptance) for item in here}, key=lambda way: (way.temperature, way.decoding != "chain", way)):
             figures = [_figures(item) for item in here if way_of(item.acceptance) == way]
             figures.sort(key=lambda found: order.index(found.head))
-            decoded = [found for found in figures if not found.measurement.is_estimate]
-            measured = [found for found in decoded if not _is_proof_alone(found, decoded)]
-            sections.append(
-                Section(
-                    prompt_set=prompt_set,
-                    way=way,
-                    measured=measured,
-                    estimates=[found for found in figures if found.measurement.is_estimate],
-                    proofs=[found for found in decoded if found.measurement.identity is not None],
-                    comparisons=_compare(measured, way),
-                )
-            )
-    _compare_schemes(sections)
+            sections += _sections(prompt_set, way, figures)
+    _hold_against_each_other(sections)
     return Summary(sections=sections, verdicts=[_judge(aim, sections) for aim in data.aims])
 
 
-def _is_proof_alone(figures: Figures, decoded: Sequence[Figures]) -> bool:
-    """Whether a run was made to compare texts, beside one of the same head by the same engine that was made to count: without
-    a comparison, or in the engine's own dtype before this one in float32."""
-    if figures.measurement.identity is None:
-        return False
-    mine = figures.measurement.acceptance
-    others = [other.measurement for other in decoded if other.head == figures.head]
-    others = [other for other in others if other.acceptance.measured_by == mine.measured_by]
-    if any(other.identity is None for other in others):
-        return True
-    return mine.dtype == "float32" and any(other.acceptance.dtype != "float32" for other in others)
+def _sections(prompt_set: PromptSet, way: Way, figures: Sequence[Figures]) -> list[Section]:
+    """One for all that was measured on the same prompts with answers bounded alike; a head's estimate and proofs stand with its count."""
+    decoded = [found for found in figures if not found.measurement.is_estimate]
+    measured = [found for found in decoded if not is_proof_alone(found.measurement, [other.measurement for other in decoded])]
+    shown = measured or [found for found in figures if found.measurement.is_estimate]
+    tables: dict[object, list[Figures]] = {}
+    place: dict[str, object] = {}
+    for found in shown:
+        acceptance = found.measurement.acceptance
+        key = limit_of(acceptance), prompts_of(acceptance)
+        tables.setdefault(key, []).append(found)
+        place.setdefault(found.head, key)
+    first = next(iter(tables))
+    return [
+        Section(
+            prompt_set=prompt_set,
+            way=way,
+            measured=here if measured else [],
+            estimates=[found for found in figures if found.measurement.is_estimate and place.get(found.head, first) == key],
+            proofs=[found for found in decoded if found.measurement.identity is not None and place.get(found.head, first) == key],
+            comparisons=[],
+            left_out=[],
+        )
+        for key, here in tables.items()
+    ]
 
 
 def _figures(measurement: Measurement) -> Figures:
@@ -162,34 +168,29 @@ def _figures(measurement: Measurement) -> Figures:
     return Figures(measurement=measurement, rates=rates, length=length, tokens_per_s=measurement.tokens_per_s, plain_tokens_per_s=plain)
 
 
-def _compare(measured: Sequence[Figures], way: Way) -> list[Comparison]:
-    found = []
-    for first, second in itertools.combinations(measured, 2):
-        prompts = [side.measurement.acceptance.prompts for side in (first, second)]
-        same = {prompt.prompt_id for prompt in prompts[0]} == {prompt.prompt_id for prompt in prompts[1]}
-        if first.head == second.head or first.engine != second.engine or not same:
+def _hold_against_each_other(sections: Sequence[Section]) -> None:
+    """Heads of one way, and schemes of one head, at one temperature: each section gets what parts it from itself and from those before."""
+    for before, section in itertools.combinations_with_replacement(sections, 2):
+        if before.prompt_set != section.prompt_set or before.way.temperature != section.way.temperature:
             continue
-        rates, length = paired_difference(prompts[0], prompts[1], way.num_speculative_tokens)
-        found.append(Comparison(first=first.head, second=second.head, engine=first.engine, rates=rates, length=length))
-    return found
-
-
-def _compare_schemes(sections: Sequence[Section]) -> None:
-    """Hold one head's schemes against each other: each section gets the differences from those before it, at the same temperature."""
-    for before, section in itertools.combinations(sections, 2):
-        same = before.prompt_set == section.prompt_set and before.way.temperature == section.way.temperature
-        if not same or before.way.drafted == section.way.drafted:
+        heads = before.way == section.way
+        if not heads and before.way.drafted == section.way.drafted:
             continue
-        for first, second in itertools.product(section.measured, before.measured):
-            if first.head != second.head or first.engine != second.engine:
+        pairs: Iterable[tuple[Figures, Figures]] = itertools.product(section.measured, before.measured)
+        if heads:
+            pairs = itertools.product(before.measured, section.measured)
+        if before is section:
+            pairs = itertools.combinations(section.measured, 2)
+        found = []
+        for first, second in pairs:
+            if (first.head == second.head) == heads:
                 continue
-            prompts = [side.measurement.acceptance.prompts for side in (first, second)]
-            if {prompt.prompt_id for prompt in prompts[0]} != {prompt.prompt_id for prompt in prompts[1]}:
-                continue
+            names = (first.head, second.head) if heads else (f"{first.head}, {section.way.drafted}", f"{second.head}, {before.way.drafted}")
             positions = max(section.way.num_speculative_tokens, before.way.num_speculative_tokens)
-            rates, length = paired_difference(prompts[0], prompts[1], positions)
-            names = [f"{first.head}, {way.drafted}" for way in (section.way, before.way)]
-            section.comparisons.append(Comparison(first=names[0], second=names[1], engine=first.engine, rates=rates, length=length))
+            found.append(pair(first.measurement, second.measurement, names=names, num_positions=positions))
+        section.comparisons.extend(item for item in found if isinstance(item, Comparison))
+        told = {(item.first, item.second) for item in section.comparisons}
+        section.left_out.extend(item for item in found if isinstance(item, LeftOut) and (item.first, item.second) not in told)
 
 
 def _judge(aim: Aim, sections: Sequence[Section]) -> Verdict:
@@ -253,6 +254,8 @@ def comparison_text(comparison: Comparison) -> str:
     def say(what: str, difference: Interval, digits: int) -> str:
         if difference.low is None:
             state = "one prompt alone establishes nothing"
+        elif comparison.num_prompts < MIN_PROMPTS:
+            state = f"so few prompts ({comparison.num_prompts}, of {MIN_PROMPTS} at least) establish nothing"
         elif difference.established:
             state = "established (the interval leaves out 0)"
         else:

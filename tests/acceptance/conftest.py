@@ -29,7 +29,7 @@ def make_prompt(generator: random.Random, *, index: int, rate: float, depths: in
     return PromptAcceptance(
         prompt_id=f"prompt-{index}",
         category=category,
-        num_prompt_tokens=generator.choice([40, 90, 300, 700, 1500, 3000, 6000]),
+        num_prompt_tokens=random.Random(index).choice([40, 90, 300, 700, 1500, 3000, 6000]),
         token_ids=tuple(range(len(flags))),
         accepted=tuple(flags),
         num_drafts=num_drafts,
