@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from mtp_train.acceptance.alike import unlike
+from mtp_train.acceptance.alike import counted, limit_of, prompts_of, unlike
 from mtp_train.acceptance.report_data import Measurement, PromptSet, ReportData
 
 _IDENTITY = "fingerprint"  # the key of a report's target that says which weights it has
@@ -15,7 +15,8 @@ def merge_reports(reports: Mapping[str, ReportData]) -> ReportData:
     """One report of all heads, by the runs' names. Heads that several runs call alike get the run's name in front.
 
     Only prompt sets that all runs measured stay. A certificate speaks about one run's heads and stays there; so do aims.
-    Errors: ValueError where the target is not the same, where no prompt set is in all of them, or where one has other prompts.
+    Errors: ValueError where the target is not the same, where no prompt set is in all of them, or where one has other prompts
+    or another bound of answers.
     """
     if len(reports) < 2:
         raise ValueError(f"comparison: expected the reports of two runs or more, found {len(reports)}")
@@ -66,22 +67,32 @@ def _shared_sets(reports: Mapping[str, ReportData]) -> tuple[PromptSet, ...]:
 
 
 def _check_prompts(reports: Mapping[str, ReportData], sets: Sequence[PromptSet]) -> None:
-    """Each prompt set, as measured to count, holds the same prompts of the same lengths in all runs."""
+    """Each prompt set, as measured to count, holds the same prompts of the same lengths in all runs, answered up to the same limit."""
+    labels = {run: {prompt_set.name: prompt_set.label for prompt_set in data.prompt_sets} for run, data in reports.items()}
     for prompt_set in sets:
-        seen: tuple[str, frozenset[tuple[str, int]]] | None = None
+        seen: tuple[str, Measurement] | None = None
         for run, data in reports.items():
-            for item in data.measurements:
-                if item.prompt_set != prompt_set.name or item.is_estimate or item.identity is not None:
+            for item in counted(data.measurements):
+                if item.prompt_set != prompt_set.name:
                     continue
-                here = frozenset((prompt.prompt_id, prompt.num_prompt_tokens) for prompt in item.acceptance.prompts)
                 if seen is None:
-                    seen = run, here
-                elif here != seen[1]:
-                    apart = sorted(seen[1] ^ here)
+                    seen = run, item
+                before = seen[1].acceptance
+                mine, theirs = prompts_of(before), prompts_of(item.acceptance)
+                if mine != theirs:
+                    odd, length = min(mine ^ theirs)
                     raise ValueError(
-                        f"comparison: {prompt_set.name}: expected the same prompts in all runs, found {len(seen[1])} in {seen[0]} and "
-                        f"{len(here)} in {run}, {len(apart)} of them in one only, such as {apart[0][0]} of {apart[0][1]} tokens; "
+                        f"comparison: {prompt_set.name}: expected the same prompts in all runs, found {len(mine)} "
+                        f"({labels[seen[0]][prompt_set.name]}) in {seen[0]} and {len(theirs)} ({labels[run][prompt_set.name]}) in {run}, "
+                        f"{len(mine ^ theirs)} of them in one only, such as {odd} of {length} tokens; "
                         "evaluate both with the same limit, tokenizer and prompts"
+                    )
+                limits = limit_of(before), limit_of(item.acceptance)
+                if None not in limits and limits[0] != limits[1]:
+                    raise ValueError(
+                        f"comparison: {prompt_set.name}: expected answers of the same length at most in all runs, found max_new_tokens "
+                        f"{limits[0]} ({seen[1].head}, {seen[0]}) and {limits[1]} ({item.head}, {run}); "
+                        "evaluate both with the same max_new_tokens"
                     )
 
 
