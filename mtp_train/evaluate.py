@@ -7,7 +7,7 @@ finished: an interrupted run continues. All heads measured into one report folde
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from mtp_train.stage import (
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from mtp_train.acceptance.report_data import Measurement
+    from mtp_train.acceptance.report_data import Measurement, PromptSet
     from mtp_train.decoding.base import Decoding
     from mtp_train.engine.base import Engine, SpeculateRequest, SpeculateSettings
     from mtp_train.engine.measure import Pieces
@@ -130,6 +130,15 @@ def _prompt_sets(cfg: DictConfig, target: OpenTarget) -> dict[str, list[Speculat
         if skipped.num_skipped:
             log(f"{name}: {skipped.summary()}")
     return found
+
+
+def _described(cfg: DictConfig, names: Iterable[str]) -> list[PromptSet]:
+    """The prompt sets as their sources describe them: a name says nothing of what was loaded under it."""
+    from mtp_train.acceptance.report_data import PromptSet
+    from mtp_train.prompt.described import described
+
+    found = {name: described(plain(cfg.prompt_sets[name].source)) for name in dict.fromkeys(names)}
+    return [PromptSet(name=name, label=label, description=description) for name, (label, description) in found.items()]
 
 
 def _loader(target: OpenTarget, engine: Engine) -> Callable[[Path], Head]:
@@ -268,6 +277,7 @@ def main(cfg: DictConfig) -> None:
             decoding=decoding,
             measured=measured,
             answers=marked_answers(name, measured[0], prompt_sets[measured[0].prompt_set], target.template, num_shown=cfg.num_shown),
+            prompt_sets=_described(cfg, [item.prompt_set for item in measured]),
             target=target.identity(),
             provenance={"settings": run.settings, "machine": run.provenance, "engine": engine_says},
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,13 @@ from mtp_train.acceptance.report_data import (
 from mtp_train.checkpoint import WEIGHTS, read_head_config
 from mtp_train.decoding.base import Decoding
 from mtp_train.engine.base import SpeculateRequest
+from mtp_train.engine.standing import Standing, set_of, standing
 from mtp_train.prompt.template import ChatTemplate
 from mtp_train.runtime import SEAL, atomic_write_json, check_seal, log, read_json, read_json_lines, read_object, seal
 
 _HEAD_FILES = ("head.json", "head.*.json")
 _METRICS = "metrics.jsonl"
 _STAGES = ("regenerate", "precompute")
-_LABELS = {
-    "project": ("held-out prompts", "the project's own held-out prompts in eight categories, and long ones; none near a training prompt"),
-    "gsm8k": ("GSM8K", "grade-school mathematics questions (Cobbe et al. 2021)"),
-    "humaneval": ("HumanEval", "functions to complete (Chen et al. 2021)"),
-}
 
 
 def piece_key(key: str, decoding: str) -> str:
@@ -77,13 +73,15 @@ def write_head(
     decoding: Decoding,
     measured: Sequence[Measurement],
     answers: Sequence[MarkedAnswer],
+    prompt_sets: Sequence[PromptSet],
     target: Mapping[str, str],
     provenance: Mapping[str, Any],
 ) -> None:
     """Keep all that the report says of one head with one scheme in ``folder``, written last of its pieces.
 
     ``checkpoint`` None: a scheme without a head. What was measured with other schemes stays beside it, unless the head's
-    weights are others now. Where nothing was measured anew, what is there stays, and says when it was.
+    weights are others now; what an earlier evaluate measured and this one did not, as ``standing`` says. Where nothing was measured
+    anew, what is there stays, and says when it was.
     """
     head, provenance_of_head = _without_head(name, decoding), dict[str, Any]()
     if checkpoint is not None:
@@ -92,15 +90,21 @@ def write_head(
         provenance_of_head = {f"train {name}": config["made_by"]}
         facts = _facts(config, metrics, num_parameters=_num_parameters(checkpoint))
         head = TrainedHead(name=name, word=config["head"], facts=facts, metrics=tuple(metrics))
+    path = folder / (piece_key("head", decoding.word) + ".json")
+    there = _document(path, name=name) if path.is_file() else None
+    before = standing(folder, there, facts=head.facts, measured=measured) if there is not None else Standing([], [], [])
+    sets = {item.name: item for item in prompt_sets}
+    sets |= {item.prompt_set: set_of(there, item.prompt_set) for item in before.kept if there is not None and item.prompt_set not in sets}
     document = {
         "head": asdict(head),
-        "measurements": [asdict(item) for item in measured],
+        "measurements": [asdict(item) for item in (*measured, *before.kept)],
+        "prompt_sets": [asdict(item) for item in sets.values()],
+        "stays": before.stays,
+        "replaced": before.replaced,
         "answers": [asdict(item) for item in answers],
         "target": dict(target),
         "provenance": provenance_of_head | {f"evaluate {piece_key(name, decoding.word)}": dict(provenance)},
     }
-    path = folder / (piece_key("head", decoding.word) + ".json")
-    there = _document(path, name=name) if path.is_file() else None
     said = json.loads(json.dumps(document))
     if there is None or any(there.get(key) != said[key] for key in said.keys() - {"provenance"}):
         atomic_write_json(path, {**document, SEAL: seal(document)})
@@ -194,9 +198,10 @@ def collect(out: Path, *, target: Mapping[str, Any], run_folder: Path, aims: Seq
     documents = [document for _, document in _of_all_heads(out)]
     by_name = {document["head"]["name"]: document for document in reversed(documents)}  # the first of each: its chains, where measured
     heads = tuple(part_from_json(TrainedHead, by_name[name]["head"]) for name in dict.fromkeys(d["head"]["name"] for d in documents))
+    sets = _placed(documents)
     measurements = tuple(part_from_json(Measurement, item) for document in documents for item in document["measurements"])
     answers = tuple(part_from_json(MarkedAnswer, item) for head in heads for item in by_name[head.name]["answers"])
-    names = list(dict.fromkeys(item.prompt_set for item in measurements))
+    names = [prompt_set.name for prompt_set in sets]
     provenance: dict[str, Any] = {}
     for stage, folder in zip(_STAGES, ("responses", "cache"), strict=True):
         path = run_folder / folder / f"settings.{stage}.json"
@@ -209,17 +214,41 @@ def collect(out: Path, *, target: Mapping[str, Any], run_folder: Path, aims: Seq
         title=f"Acceptance of {' and '.join(head.name for head in heads)} on {target['name']}",
         target=dict(target),
         heads=heads,
-        prompt_sets=tuple(
-            PromptSet(name=name, label=_LABELS.get(name, (name, ""))[0], description=_LABELS.get(name, ("", ""))[1]) for name in names
-        ),
+        prompt_sets=tuple(sets),
         measurements=measurements,
         answers=answers,
         aims=tuple(listed),
         provenance=provenance,
-        notes=tuple(unlike(measurements)),
+        notes=(
+            *unlike(measurements),
+            *(text for document in documents for text in (*document.get("replaced", ()), *document.get("stays", ()))),
+        ),
         certificate=read_certificate(out),
         costs=_costs(out, target),
     )
+
+
+def _placed(documents: Sequence[dict[str, Any]]) -> list[PromptSet]:
+    """The prompt sets of all documents, as their sources describe them. Where heads were measured on sources of one name, the documents
+    that came later are given names of their own for them."""
+    sets: list[PromptSet] = []
+    for document in documents:
+        names: dict[str, str] = {}
+        for name in dict.fromkeys(item["prompt_set"] for item in document["measurements"]):
+            found = set_of(document, name)
+            taken = {known.name: known for known in sets}
+            choices = (name, f"{name}: {found.label}", *(f"{name}: {found.label} ({number})" for number in range(2, len(sets) + 3)))
+            chosen = next(
+                word
+                for word in choices
+                if word not in taken or (taken[word].label, taken[word].description) == (found.label, found.description)
+            )
+            if chosen not in taken:
+                sets.append(replace(found, name=chosen))
+            names[name] = chosen
+        for item in (*document["measurements"], *document["answers"]):
+            item["prompt_set"] = names.get(item["prompt_set"], item["prompt_set"])
+    return sets
 
 
 def _costs(out: Path, target: Mapping[str, Any]) -> tuple[CostTable, ...]:

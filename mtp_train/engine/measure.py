@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mtp_train.acceptance.alike import limit_of
 from mtp_train.acceptance.identity import Identity, compare, parting
 from mtp_train.acceptance.report_data import Measurement, Plain, part_from_json
 from mtp_train.decoding.base import Decoding
@@ -46,13 +47,22 @@ class Pieces:
                     kept = part_from_json(Measurement, found["measurement"])
                     log(f"evaluate: {key} is measured already")
                     return kept
-                log(f"evaluate: {key} was measured with other settings or another head, and is measured again")
+                log(f"evaluate: {key} was measured with other settings or another head{_size(found)}, and is measured again")
             except ValueError as fault:
                 log(f"evaluate: {fault}")
         measurement = measure()
         document = {"depends_on": wanted, "measurement": asdict(measurement)}
         atomic_write_json(path, {**document, SEAL: seal(document)})
         return measurement
+
+
+def _size(piece: dict[str, Any]) -> str:
+    """In brackets what a piece of other settings was measured on; empty where it does not say."""
+    try:
+        acceptance = part_from_json(Measurement, piece["measurement"]).acceptance
+    except ValueError:
+        return ""
+    return f" ({len(acceptance.prompts)} prompts, max_new_tokens {limit_of(acceptance)})"
 
 
 def requests_of(

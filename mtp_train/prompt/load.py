@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mtp_train.prompt.files import SUFFIXES, Row, read_file
-from mtp_train.prompt.manifest import Manifest, check_sha256, read_manifest
+from mtp_train.prompt.manifest import MANIFEST_SUFFIXES, Manifest, check_sha256, read_manifest
 from mtp_train.prompt.shapes import SHAPES, ShapedRow, check_field_map, shape_row
 from mtp_train.prompt.skips import RowFault, Skip, SkipCounts
 from mtp_train.records import Prompt
@@ -91,8 +91,8 @@ def load_prompts(
 
 
 def _resolve(source: str, overrides: dict[str, Any]) -> _Source:
-    path = _find(source)
-    if path.suffix in (".yaml", ".yml"):
+    path = find(source)
+    if path.suffix in MANIFEST_SUFFIXES:
         manifest = read_manifest(path)
         manifest = Manifest(**{**{name: getattr(manifest, name) for name in Manifest.__dataclass_fields__}, **overrides})
         beside = path.parent / manifest.source
@@ -103,14 +103,14 @@ def _resolve(source: str, overrides: dict[str, Any]) -> _Source:
     if manifest.format is not None and manifest.format not in FORMATS:
         raise ValueError(f"{source}: expected format among {', '.join(FORMATS)} or null, found {manifest.format!r}")
     check_field_map(manifest.field_map)
-    looks_local = manifest.source.startswith((".", "/", "~")) or Path(manifest.source).suffix.lower() in (*SUFFIXES, ".yaml", ".yml")
+    looks_local = manifest.source.startswith((".", "/", "~")) or Path(manifest.source).suffix.lower() in (*SUFFIXES, *MANIFEST_SUFFIXES)
     if where is None and (looks_local or manifest.source.count("/") != 1):
-        there = path.parent / manifest.source if path.suffix in (".yaml", ".yml") else path
+        there = path.parent / manifest.source if path.suffix in MANIFEST_SUFFIXES else path
         raise ValueError(f"{source}: expected a file, a folder or a hub id (owner/name), found nothing at {there}")
     return _Source(manifest=manifest, path=where)
 
 
-def _find(source: str) -> Path:
+def find(source: str) -> Path:
     """The path as given, or, where that leads nowhere, under this package's checkout or installation: verbs run in any folder."""
     path = Path(source).expanduser()
     package = Path(__file__).resolve().parent.parent

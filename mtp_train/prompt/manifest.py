@@ -8,13 +8,16 @@ from typing import Any
 
 from mtp_train import runtime
 
+MANIFEST_SUFFIXES = (".yaml", ".yml")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """One ``data/manifests/*.yaml``. ``source`` is a path beside the manifest, or a hub id, which needs ``revision``.
 
     ``count`` is the number of rows and ``sha256`` the hash of a local file; both are checked where given. A ``split``,
-    a hub ``config`` and ``data_files`` are what ``datasets.load_dataset`` takes. ``notes`` is for people.
+    a hub ``config`` and ``data_files`` are what ``datasets.load_dataset`` takes. ``title`` and ``description`` are how a report names
+    the prompts; ``notes`` is for people.
     """
 
     name: str
@@ -30,6 +33,8 @@ class Manifest:
     count: int | None = None
     sha256: str | None = None
     notes: str | None = None
+    title: str | None = None
+    description: str | None = None
 
 
 _NAMES = tuple(field.name for field in fields(Manifest))
@@ -56,7 +61,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _checked(values: dict[str, Any], path: Path) -> dict[str, Any]:
-    for key in ("format", "revision", "config", "split", "category", "sha256", "notes"):
+    for key in ("format", "revision", "config", "split", "category", "sha256", "notes", "title", "description"):
         if values.get(key) is not None and not isinstance(values[key], str):
             raise ValueError(f"{path}: expected {key} as text (quote it), found {values[key]!r}")
     if values.get("count") is not None and (not isinstance(values["count"], int) or values["count"] < 1):
