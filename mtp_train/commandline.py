@@ -86,6 +86,22 @@ def check_words(name: str, words: Sequence[str]) -> Sequence[str]:
     return words
 
 
+def group_hint(name: str, key: str) -> str:
+    """What to say to one who typed a group as if it stood at the top, where the stage takes it in another place (``group@place``): the
+    words that work. Empty for every other key."""
+    conf = conf_dir()
+    group = key.replace("@", ".").partition(".")[0]
+    text = (conf / f"{name}.yaml").read_text(encoding="utf-8")
+    places = re.findall(rf"^ *- {re.escape(group)}@([\w.]+): ", text, re.M)
+    if not places:
+        return ""
+    words = sorted(path.stem for path in (conf / group).glob("*.yaml"))
+    word = "file" if "file" in words else words[0]
+    to_give = re.findall(r"^(\w+): \?\?\?", (conf / group / f"{word}.yaml").read_text(encoding="utf-8"), re.M)
+    shown = " ".join([f"{group}@{places[0]}={word}", *(f"{places[0]}.{setting}=[...]" for setting in to_give)])
+    return f"{group} is chosen for a place ({', '.join(places)}): {shown}; "
+
+
 def remember(words: Sequence[str]) -> None:
     """Keep what was typed, for ``next_command``."""
     _typed[:] = words

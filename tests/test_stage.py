@@ -212,6 +212,10 @@ REFUSED = {
         "aims=3": "aims: expected a list (a mapping each), found 3",
         "aims={}": "Cannot merge",
         "ways.greedy.prompt_sets=[mine]": "ways: expected prompt sets among ['gsm8k', 'humaneval', 'project'] (prompt_sets), found",
+        "benchmark=file": "found none of that name; benchmark is chosen for a place (prompt_sets.project, prompt_sets.gsm8k, "
+        "prompt_sets.humaneval): benchmark@prompt_sets.project=file prompt_sets.project.source=[...]; python -m",
+        "benchmark.source=question.jsonl": "benchmark@prompt_sets.project=file prompt_sets.project.source=[...]; python -m",
+        "benchmark@prompt_sets.projct=file": "benchmark@prompt_sets.project=file prompt_sets.project.source=[...]; python -m",
         "identity.num_prompts=x": "identity.num_prompts: expected a whole number or null, found 'x'",
     },
 }
