@@ -7,7 +7,7 @@ finished: an interrupted run continues. All heads measured into one report folde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from mtp_train.stage import (
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from mtp_train.acceptance.report_data import Measurement, PromptSet
+    from mtp_train.acceptance.report_data import Measurement
     from mtp_train.decoding.base import Decoding
     from mtp_train.engine.base import Engine, SpeculateRequest, SpeculateSettings
     from mtp_train.engine.measure import Pieces
@@ -132,15 +132,6 @@ def _prompt_sets(cfg: DictConfig, target: OpenTarget) -> dict[str, list[Speculat
     return found
 
 
-def _described(cfg: DictConfig, names: Iterable[str]) -> list[PromptSet]:
-    """The prompt sets as their sources describe them: a name says nothing of what was loaded under it."""
-    from mtp_train.acceptance.report_data import PromptSet
-    from mtp_train.prompt.described import described
-
-    found = {name: described(plain(cfg.prompt_sets[name].source)) for name in dict.fromkeys(names)}
-    return [PromptSet(name=name, label=label, description=description) for name, (label, description) in found.items()]
-
-
 def _loader(target: OpenTarget, engine: Engine) -> Callable[[Path], Head]:
     """Rebuilds a head in the engine's dtype and on its device, for the estimate."""
 
@@ -178,53 +169,85 @@ class _How(NamedTuple):
     draws: bool
 
 
-def _measure_ways(
-    cfg: DictConfig, how: _How, *, target: OpenTarget, engine: Engine, pieces: Pieces, prompt_sets: dict[str, list[SpeculateRequest]]
-) -> list[Measurement]:
-    """Every way on each of its prompt sets, and beside it the estimate, which there is for chains of a head."""
-    from mtp_train.engine.comparison import piece_key
-    from mtp_train.engine.measure import decode, estimate_from_answers
+class _Job(NamedTuple):
+    """One piece to decode: what it is kept under and depends on. ``way`` None: the proof of identity."""
 
-    measured: list[Measurement] = []
+    key: str
+    stated: list[Any]
+    way_name: str
+    way: Way | None
+    set_name: str
+    requests: list[SpeculateRequest]
+    settings: SpeculateSettings
+
+    @property
+    def num_runs(self) -> int:
+        """How often the prompts are decoded: with drafts, and where asked without."""
+        return 2 if self.way is None or self.way.plain else 1
+
+
+def _jobs(cfg: DictConfig, how: _How, prompt_sets: dict[str, list[SpeculateRequest]]) -> list[_Job]:
+    """Every way on each of its prompt sets, and the proof of identity."""
+    from mtp_train.engine.comparison import piece_key
+
+    jobs = list[_Job]()
     for way_name, way in _ways(cfg).items():
         settings = _settings(cfg, how.decoding, way, draws=how.draws)
-        for set_name in way.prompt_sets:
-            requests = prompt_sets[set_name]
+        for name in way.prompt_sets:
+            requests = prompt_sets[name]
             stated = [str(settings), way.plain, [astuple(request) for request in requests]]
-            log(f"evaluate: {how.name} on {set_name}, {how.decoding.word}, {way_name}, {len(requests)} prompts")
-            where: dict[str, Any] = {"head": how.name, "prompt_set": set_name, "requests": requests, "settings": settings}
-            key = piece_key(f"{set_name}.{way_name}", how.decoding.word)
-            decoded = pieces.get(key, stated, partial(decode, engine=engine, draft=how.draft, plain=way.plain, **where))
-            measured.append(decoded)
-            if way.estimate and how.decoding.word == "chain" and how.checkpoint is not None:
-                stated.append([prompt.token_ids for prompt in decoded.acceptance.prompts])
-                walk = partial(
-                    estimate_from_answers,
-                    engine=engine,
-                    draft=how.checkpoint,
-                    answers=decoded.acceptance,
-                    load=_loader(target, engine),
-                    **where,
-                )
-                measured.append(pieces.get(f"{key}.estimate", stated, walk))
-    return measured
+            jobs.append(_Job(piece_key(f"{name}.{way_name}", how.decoding.word), stated, way_name, way, name, requests, settings))
+    if cfg.identity.num_prompts != 0:
+        name, settings = cfg.identity.prompt_set, _settings(cfg, how.decoding, None, draws=how.draws)
+        requests = prompt_sets[name][: cfg.identity.num_prompts]
+        stated = [str(settings), [astuple(request) for request in requests]]
+        jobs.append(_Job(piece_key("identity", how.decoding.word), stated, "identity", None, name, requests, settings))
+    return jobs
 
 
-def _measure_identity(cfg: DictConfig, how: _How, *, target: OpenTarget, pieces: Pieces, requests: list[SpeculateRequest]) -> Measurement:
+def _say_what_is_measured(jobs: list[_Job], pieces: Pieces) -> None:
+    """One line at the start: it may take hours."""
+    sets: dict[tuple[str, int, int], list[str]] = {}
+    for job in jobs:
+        words = f"{job.way_name} and plain" if job.num_runs == 2 else job.way_name
+        sets.setdefault((job.set_name, len(job.requests), job.settings.sampling.max_new_tokens), []).append(words)
+    said = [f"{name}: {count} prompts, at most {most} tokens each ({', '.join(words)})" for (name, count, most), words in sets.items()]
+    new = [job for job in jobs if not pieces.holds(job.key, job.stated)]
+    most = sum(job.num_runs * len(job.requests) * job.settings.sampling.max_new_tokens for job in new)
+    log(
+        f"evaluate: to measure: {'; '.join(said)}. {len(jobs) - len(new)} of {len(jobs)} are measured already, the others decode {most:,} "
+        "tokens at most; prompt_sets.NAME.limit=, max_new_tokens= and identity.num_prompts= make it shorter"
+    )
+
+
+def _measure(cfg: DictConfig, how: _How, job: _Job, *, target: OpenTarget, engine: Engine, pieces: Pieces) -> list[Measurement]:
+    """One piece, and beside a way's the estimate, which there is for chains of a head."""
+    from mtp_train.engine.measure import decode, estimate_from_answers
+
+    if job.way is None:
+        return [_measure_identity(cfg, how, job, target=target, pieces=pieces)]
+    log(f"evaluate: {how.name} on {job.set_name}, {how.decoding.word}, {job.way_name}, {len(job.requests)} prompts")
+    where: dict[str, Any] = {"head": how.name, "prompt_set": job.set_name, "requests": job.requests, "settings": job.settings}
+    decoded = pieces.get(job.key, job.stated, partial(decode, engine=engine, draft=how.draft, plain=job.way.plain, **where))
+    if not job.way.estimate or how.decoding.word != "chain" or how.checkpoint is None:
+        return [decoded]
+    stated = [*job.stated, [prompt.token_ids for prompt in decoded.acceptance.prompts]]
+    given: dict[str, Any] = {"draft": how.checkpoint, "answers": decoded.acceptance, "load": _loader(target, engine)}
+    walk = partial(estimate_from_answers, engine=engine, **given, **where)
+    return [decoded, pieces.get(f"{job.key}.estimate", stated, walk)]
+
+
+def _measure_identity(cfg: DictConfig, how: _How, job: _Job, *, target: OpenTarget, pieces: Pieces) -> Measurement:
     """In float32: does greedy speculation write what plain greedy decoding writes."""
-    from mtp_train.engine.comparison import piece_key
     from mtp_train.engine.measure import prove_identity
 
-    settings = _settings(cfg, how.decoding, None, draws=how.draws)
-    log(f"evaluate: {how.name}, {how.decoding.word}, float32: is speculation plain greedy decoding, on {len(requests)} prompts")
+    log(f"evaluate: {how.name}, {how.decoding.word}, float32: is speculation plain greedy decoding, on {len(job.requests)} prompts")
 
     def prove() -> Measurement:
-        exact = _engine(cfg, target, dtype="float32")
-        where = {"head": how.name, "prompt_set": cfg.identity.prompt_set}
-        return prove_identity(**where, engine=exact, requests=requests, draft=how.draft, settings=settings)
+        where: dict[str, Any] = {"head": how.name, "prompt_set": job.set_name, "requests": job.requests, "settings": job.settings}
+        return prove_identity(**where, engine=_engine(cfg, target, dtype="float32"), draft=how.draft)
 
-    stated = [str(settings), [astuple(request) for request in requests]]
-    return pieces.get(piece_key("identity", how.decoding.word), stated, prove)
+    return pieces.get(job.key, job.stated, prove)
 
 
 @stage("evaluate", kinds={"identity.num_prompts": int | None, "prompt_sets": dict[str, dict], "ways": dict[str, Any], "aims": list[dict]})
@@ -252,6 +275,7 @@ def main(cfg: DictConfig) -> None:
     from mtp_train.acceptance.report import print_summary, stands, write_report
     from mtp_train.acceptance.report_data import FORMAT_VERSION
     from mtp_train.engine.measure import Pieces
+    from mtp_train.engine.standing import sets_of
 
     settings = {key: value for key, value in plain(cfg.engine).items() if key != "scratch"}  # a run that was moved is the same run
     depends_on = {
@@ -264,10 +288,9 @@ def main(cfg: DictConfig) -> None:
     draft = _draft_of(engine, checkpoint, target, pieces.folder / "served")
     draws = decoding.draws and (head is None or engine.draws_drafts_of(head["method"]))
     how = _How(name=name, checkpoint=checkpoint, draft=draft, decoding=decoding, draws=draws)
-    measured = _measure_ways(cfg, how, target=target, engine=engine, pieces=pieces, prompt_sets=prompt_sets)
-    if cfg.identity.num_prompts != 0:
-        requests = prompt_sets[cfg.identity.prompt_set][: cfg.identity.num_prompts]
-        measured.append(_measure_identity(cfg, how, target=target, pieces=pieces, requests=requests))
+    jobs = _jobs(cfg, how, prompt_sets)
+    _say_what_is_measured(jobs, pieces)
+    measured = [found for job in jobs for found in _measure(cfg, how, job, target=target, engine=engine, pieces=pieces)]
     engine_says = engine.describe()
     with alone(run.out / ".report.lock", writes=run.out, wait=True):  # heads measured side by side share the report
         write_head(
@@ -277,7 +300,7 @@ def main(cfg: DictConfig) -> None:
             decoding=decoding,
             measured=measured,
             answers=marked_answers(name, measured[0], prompt_sets[measured[0].prompt_set], target.template, num_shown=cfg.num_shown),
-            prompt_sets=_described(cfg, [item.prompt_set for item in measured]),
+            prompt_sets=sets_of({item.prompt_set: plain(cfg.prompt_sets[item.prompt_set].source) for item in measured}),
             target=target.identity(),
             provenance={"settings": run.settings, "machine": run.provenance, "engine": engine_says},
         )

@@ -631,6 +631,43 @@ def test_schemes_come_into_one_report_beside_the_chain(finished: Run, tmp_path: 
     assert "tree (dynamic\\_tree), depth 3, 5 nodes less mtp, chain, K = 5" in page
 
 
+def test_a_repeated_evaluate_says_what_it_measures_keeps_and_replaces(finished: Run, tmp_path: Path) -> None:
+    """A chain and a tree of 10 tokens, then the chain of 6 alone, greedy only, on three of the same prompts."""
+    mine = tmp_path / "held_out <b>.jsonl"
+    mine.write_text("".join(finished.prompts.read_text(encoding="utf-8").splitlines(keepends=True)[:12]), encoding="utf-8")
+    words = [
+        f"out={tmp_path}/report",
+        f"prompt_sets.project.source=['{mine}']",
+        "ways.sampled.estimate=false",
+        "ways.greedy.estimate=false",
+    ]
+    tree = ["decoding=dynamic_tree", "decoding.max_depth=3", "decoding.width=2", "decoding.max_nodes=5"]
+    plain = [word for word in finished.words("evaluate") if "num_speculative_tokens" not in word]
+    said = finished.ok("evaluate", *words)
+    assert (
+        "evaluate: to measure: project: 12 prompts, at most 10 tokens each (greedy and plain, sampled); project: 12 prompts, at most 64 "
+        "tokens each (identity and plain). 0 of 3 are measured already, the others decode 1,896 tokens at most; prompt_sets.NAME.limit="
+    ) in said
+    assert "held_out <b>.jsonl (12 prompts, at most 10 new tokens each)" in " ".join(said.split())
+    report = tmp_path / "report" / "report.md"
+    assert "prompts of held\\_out &lt;b&gt;.jsonl: 12 prompts" in report.read_text(encoding="utf-8")
+    assert "the project's own" not in report.read_text(encoding="utf-8")
+    done = finished.shell.wait(finished.shell.start("mtp_train.evaluate", [*plain, *words, *tree]))
+    assert done.code == 0 and "paired over the same prompts" in report.read_text(encoding="utf-8"), done.stderr[-3000:]
+    shorter = ["max_new_tokens=6", "ways.sampled.prompt_sets=[]"]
+    said = finished.ok("evaluate", *words, *shorter)
+    assert "1 of 2 are measured already, the others decode 144 tokens at most" in said
+    page = report.read_text(encoding="utf-8")
+    for text in (
+        "left out, since they were not measured alike: max\\_new\\_tokens 10 and 6.",
+        "before and now: max\\_new\\_tokens 10 and 6.",
+        "is of an earlier evaluate, with max\\_new\\_tokens 10, and was not measured again.",
+    ):
+        assert text in page
+        assert text.replace("\\", "") in " ".join(said.split()), "on the terminal as well"
+    assert "sampled at temperature 1" in page, "its piece is on disk"
+
+
 def test_eagle3_goes_through_every_stage(finished: Run, tmp_path: Path, shell: Shell) -> None:
     """A cache with taps serves both heads: the one that reads them, and the one that does not, whose weights stay the same."""
     run = Run(tmp_path / "run", finished.target, shell)

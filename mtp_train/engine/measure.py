@@ -34,11 +34,23 @@ class Pieces:
     folder: Path
     identity: dict[str, Any]
 
+    def holds(self, key: str, settings: Any) -> bool:
+        """Whether ``get`` would find the piece on disk, but for damage to what was measured."""
+        try:
+            return bool(read_object(self._path(key), {"depends_on": str}, remedy="")["depends_on"] == self._wanted(settings))
+        except ValueError:
+            return False
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.json"
+
+    def _wanted(self, settings: Any) -> str:
+        stated = json.dumps({"identity": self.identity, "settings": settings}, sort_keys=True, default=str)
+        return hashlib.sha256(stated.encode()).hexdigest()
+
     def get(self, key: str, settings: Any, measure: Callable[[], Measurement]) -> Measurement:
         """The piece ``key`` from disk where it is there and of the same settings, else measured now and kept."""
-        path = self.folder / f"{key}.json"
-        stated = json.dumps({"identity": self.identity, "settings": settings}, sort_keys=True, default=str)
-        wanted = hashlib.sha256(stated.encode()).hexdigest()
+        path, wanted = self._path(key), self._wanted(settings)
         if path.is_file():
             try:
                 found = read_object(path, {"depends_on": str, "measurement": dict}, remedy="it is measured again")

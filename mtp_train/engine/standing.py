@@ -108,6 +108,11 @@ def set_of(document: Mapping[str, Any], name: str) -> PromptSet:
     for stated in document["provenance"].values():
         node = stated.get("settings", {}).get("prompt_sets", {}).get(name, {}) if isinstance(stated, dict) else {}
         if node.get("source"):
-            label, description = described(node["source"])
-            return PromptSet(name=name, label=label, description=description)
+            return sets_of({name: node["source"]})[0]
     return PromptSet(name=name, label=name, description="")
+
+
+def sets_of(sources: Mapping[str, str | Sequence[str]]) -> list[PromptSet]:
+    """The prompt sets of these names as their sources describe them."""
+    found = {name: described(source) for name, source in sources.items()}
+    return [PromptSet(name=name, label=label, description=description) for name, (label, description) in found.items()]
