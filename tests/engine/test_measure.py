@@ -94,7 +94,10 @@ def test_a_piece_is_measured_again_when_anything_changed(
     measure = Counting(other)
     changed = Pieces(folder=tmp_path, identity=identity)
     assert changed.get("k", settings, measure) == other and measure.times == 1
-    assert "k was measured with other settings or another head (12 prompts, max_new_tokens 30), and is measured again" in capsys.readouterr().err
+    assert (
+        "k was measured with other settings or another head (12 prompts, max_new_tokens 30), and is measured again"
+        in capsys.readouterr().err
+    )
     assert changed.get("k", settings, Counting(measurement)) == other, "what was measured last is what is kept"
     assert changed.get("another key", settings, Counting(measurement)) == measurement
 
