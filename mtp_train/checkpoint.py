@@ -71,6 +71,24 @@ def read_head_config(path: Path) -> dict[str, Any]:
     return document
 
 
+def check_head(config: Mapping[str, Any], identity: Mapping[str, str], *, where: Path) -> None:
+    """ValueError where a head (its ``head.json``) was trained on another target, tokenizer or chat template than that of ``identity``
+    (``OpenTarget.identity``)."""
+    if config["hidden_state"] != "post_norm":
+        raise ValueError(
+            f"{where}: expected a head that reads post_norm hidden states (what the lm_head reads), found {config['hidden_state']!r}; "
+            "train one here: another state is not handed out"
+        )
+    stated = config["target"]
+    for key, expected in identity.items():
+        found = str(stated.get(key, "not stated"))
+        if key != "target_name" and found != expected:
+            raise ValueError(
+                f"{where}: expected a head of this target ({identity['target_name']}, {key} {expected[:16]}), found one trained on "
+                f"{stated.get('target_name')} ({key} {found[:16]}); choose that target, or train a head for this one"
+            )
+
+
 def read_head_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Read a head's weights, checked against the sha256 that ``head.json`` states. ValueError where they are not those."""
     return read_tensors(path / WEIGHTS, sha256=read_head_config(path)["weights_sha256"], remedy="copy it again, or train again")

@@ -20,7 +20,6 @@ from mtp_train.stage import (
     OpenTarget,
     build,
     call,
-    check_head,
     check_name,
     conf_dir,
     head_loader,
@@ -256,7 +255,7 @@ def main(cfg: DictConfig) -> None:
         return
     sets = ", ".join(sorted(_used_sets(cfg)))
     log(f"prompts of {sets}, for a report in {cfg.out}; opening target {cfg.target.name}")  # before the imports, which take seconds
-    from mtp_train.checkpoint import read_head_config
+    from mtp_train.checkpoint import check_head, read_head_config
     from mtp_train.engine.comparison import check_target, collect, marked_answers, piece_key, write_head
 
     decoding: Decoding = build(cfg.decoding)
@@ -266,7 +265,7 @@ def main(cfg: DictConfig) -> None:
     head = None if checkpoint is None else read_head_config(checkpoint)
     target = open_target(cfg.target)
     if head is not None and checkpoint is not None:
-        check_head(head, target, where=checkpoint)
+        check_head(head, target.identity(), where=checkpoint)
     prompt_sets = _prompt_sets(cfg, target)
     check_target(Path(cfg.out), target.identity(), name=name)
     engine = _engine(cfg, target)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_train.runtime import is_main, log
-from mtp_train.stage import build, check_head, check_name, open_target, stage
+from mtp_train.stage import build, check_name, open_target, stage
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -45,12 +45,12 @@ def main(cfg: DictConfig) -> None:
     if not is_main():
         return
     log(f"{cfg.checkpoint}, to be written to {cfg.out}; opening target {cfg.target.name}")  # before the imports, which take seconds
-    from mtp_train.checkpoint import read_head_config
+    from mtp_train.checkpoint import check_head, read_head_config
 
     checkpoint, out = Path(cfg.checkpoint), Path(cfg.out)
     head = read_head_config(checkpoint)
     target = open_target(cfg.target)
-    check_head(head, target, where=checkpoint)
+    check_head(head, target.identity(), where=checkpoint)
     exporter: Exporter = build(cfg.exporter, trust_remote_code=target.trust_remote_code)
     log(f"export: {checkpoint} for {exporter.word}")
     print(describe(exporter.export(checkpoint, target.path, out), run=Path(cfg.run)))

@@ -203,18 +203,30 @@ def known_words(group: str) -> list[str]:
     return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
 
 
-def load_word(group: str, word: str) -> dict[str, Any]:
-    """The node that a word on disk stands for: ``conf/<group>/<word>.yaml``.
+def load_word(group: str, word: str, *changed: str) -> dict[str, Any]:
+    """The node that a word on disk stands for: ``conf/<group>/<word>.yaml``, with settings of it changed (``key=value``).
 
-    Errors: ValueError where the word is no plain word or has no yaml; it lists those that exist.
+    Errors: ValueError where the word is no plain word or has no yaml (it lists those that exist), where it has no such
+    setting, and where a value is still to be given.
     """
+    import yaml
     from omegaconf import OmegaConf
 
     path = conf_dir() / group / f"{word}.yaml"
     if not _WORD.fullmatch(word) or not path.is_file():
         raise ValueError(f"{group}: expected one of {known_words(group)}, found {word!r}")
-    node: dict[str, Any] = fit(dict, plain(OmegaConf.load(path)), str(path))
-    return node
+    node = OmegaConf.load(path)
+    known = sorted(map(str, node))
+    for setting in changed:
+        key, equals, value = setting.partition("=")
+        if not equals or key not in known:
+            raise ValueError(f"{group} {word}: expected settings among {known} as key=value, found {setting!r}")
+        OmegaConf.update(node, key, yaml.safe_load(value))
+    try:
+        found: dict[str, Any] = fit(dict, plain(node), str(path))
+    except ValueError as fault:
+        raise ValueError(f"{group} {word}: {fault}") from None
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,31 +277,14 @@ def build_head(word: str, settings: dict[str, Any], *, target: OpenTarget, share
     return head
 
 
-def check_head(config: Mapping[str, Any], target: OpenTarget, *, where: Path) -> None:
-    """ValueError where a head (its ``head.json``) was trained on another target, tokenizer or chat template than this one."""
-    if config["hidden_state"] != "post_norm":
-        raise ValueError(
-            f"{where}: expected a head that reads post_norm hidden states (what the lm_head reads), found {config['hidden_state']!r}; "
-            "train one here: another state is not handed out"
-        )
-    stated = config["target"]
-    for key, expected in target.identity().items():
-        found = str(stated.get(key, "not stated"))
-        if key != "target_name" and found != expected:
-            raise ValueError(
-                f"{where}: expected a head of this target ({target.spec.name}, {key} {expected[:16]}), found one trained on "
-                f"{stated.get('target_name')} ({key} {found[:16]}); choose that target, or train a head for this one"
-            )
-
-
 def head_loader(target: OpenTarget) -> Callable[[Path, SharedWeights], Head]:
     """A function that rebuilds a trained head from its checkpoint; it refuses a head of another target."""
 
     def load(path: Path, shared: SharedWeights) -> Head:
-        from mtp_train.checkpoint import check_states, read_head_config, read_head_tensors
+        from mtp_train.checkpoint import check_head, check_states, read_head_config, read_head_tensors
 
         config = read_head_config(path)
-        check_head(config, target, where=path)
+        check_head(config, target.identity(), where=path)
         head = build_head(config["head"], config["settings"], target=target, shared=shared)
         expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
         tensors = read_head_tensors(path)

@@ -855,6 +855,34 @@ def test_costs_and_the_failure_mode_lead_to_advice(finished: Run, tmp_path: Path
     assert "## When to fall back" in (tmp_path / "advice" / "advice.md").read_text(encoding="utf-8")
 
 
+def test_the_certificate_is_of_the_run_s_own_target(finished: Run, tmp_path: Path) -> None:
+    """The tool takes a target as ``measure_costs`` does, and refuses a head that it could not use before it draws anything."""
+    out, head = tmp_path / "report", finished.folder / "checkpoint" / "mtp"
+    target = ["--target", "local", f"path={finished.target}", "name=tiny"]
+
+    def certify(*words: str, checkpoint: Path = head) -> Done:
+        given = ["--out", str(out), "--num-prompts", "2", "--max-new-tokens", "6", "--checkpoint", str(checkpoint), *words]
+        return finished.shell.wait(finished.shell.start("tools.certify", given))
+
+    for said, done in {
+        "expected a head (head.json and head.safetensors), found no head.json": certify(*target, checkpoint=tmp_path / "none"),
+        "target local: path: expected a value, found none": certify("--target", "local"),
+        "expected one that each head can draft with, found ['medusa_tree', 'lookahead']": certify(
+            *target, "--schemes", "medusa_tree", "lookahead"
+        ),
+        "target.path: expected a model folder": certify("--target", "local", f"path={tmp_path}/none"),
+    }.items():
+        assert done.code == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert "sampled case" not in done.stderr and not out.exists()
+    done = certify(*target, "--temperatures", "--schemes", "chain", "prompt_lookup")
+    assert done.code == 0, done.stderr[-3000:]
+    greedy = json.loads((out / "certificate.json").read_text(encoding="utf-8"))["certificate"]["greedy"]
+    assert [(case["head"], case["decoding"], case["identity"]["num_prompts"]) for case in greedy] == [
+        ("mtp", "chain", 2),
+        ("none", "prompt_lookup", 2),
+    ]
+
+
 def test_kinds_of_heads_are_compared_in_one_table(finished: Run, tmp_path: Path) -> None:
     """Trained and decoded with in processes of their own, as chain and as tree; called again, nothing is done again."""
     out = tmp_path / "heads"

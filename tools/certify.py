@@ -1,6 +1,7 @@
 """Certify that decoding with drafts changes nothing: sampled texts follow the target's own law, greedy texts are the same.
 
 python tools/certify.py --out runs/demo/report --checkpoint runs/demo/checkpoint/mtp
+python tools/certify.py --out runs/mine/report --checkpoint runs/mine/checkpoint/mtp --target local path=/models/mine name=mine
 python tools/certify.py --out FOLDER --schemes chain dynamic_tree --temperatures 1.0
 """
 
@@ -43,7 +44,12 @@ def parse() -> argparse.Namespace:
         default=[],
         help="heads whose greedy texts are compared, and those of schemes without a head: RUN/checkpoint/NAME",
     )
-    parser.add_argument("--target-word", default="smollm2_135m", help="the heads' target, of conf/target (default: %(default)s)")
+    parser.add_argument(
+        "--target",
+        nargs="+",
+        default=["smollm2_135m"],
+        help="the heads' target: a word of conf/target, and settings of it (local path=... name=...; default: smollm2_135m)",
+    )
     parser.add_argument("--prompts", default="project_heldout", help="of conf/benchmark, for the greedy texts (default: %(default)s)")
     parser.add_argument("--num-prompts", type=int, default=None, help="default: all of the set")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="of each greedy text (default: %(default)s)")
@@ -85,48 +91,68 @@ def sampled(arguments: argparse.Namespace, target: Any, unfinished: Any) -> list
     return found
 
 
-def greedy(arguments: argparse.Namespace, unfinished: Any) -> list[Any]:
-    """Every scheme that a head can draft with, and once those that need none, on the prompts, in float32."""
+def comparisons(arguments: argparse.Namespace) -> tuple[Any, list[Any], list[tuple[Any, Path | None]]]:
+    """The heads' target, opened, its prompts, and what is compared on them: every scheme with every head that can draft with it, and
+    once those that need none. ValueError, before anything is drawn, for a head that is not there, not whole, of another target, or
+    for none of the schemes."""
     from omegaconf import OmegaConf
 
-    from mtp_train.acceptance.certificate import GreedyCase
-    from mtp_train.checkpoint import read_head_config
-    from mtp_train.engine.certificate import compare_texts
-    from mtp_train.engine.hf import HfEngine
+    from mtp_train.checkpoint import check_head, read_head_config, read_head_tensors
     from mtp_train.engine.measure import requests_of
     from mtp_train.prompt.load import load_prompts
-    from mtp_train.stage import build, head_loader, known_words, load_word, open_target
+    from mtp_train.stage import build, known_words, load_word, open_target
 
-    target = open_target(OmegaConf.create(load_word("target", arguments.target_word)))
+    heads = {checkpoint: read_head_config(checkpoint) for checkpoint in arguments.checkpoint}  # before the target, which takes seconds
+    target = open_target(OmegaConf.create(load_word("target", *arguments.target)))
+    for checkpoint, head in heads.items():
+        check_head(head, target.identity(), where=checkpoint)
+        read_head_tensors(checkpoint)
+    words = arguments.schemes or known_words("decoding")
+    decodings = [build(load_word("decoding", word)) for word in words]
+    found: list[tuple[Any, Path | None]] = []
+    for decoding in decodings:
+        for checkpoint in arguments.checkpoint if decoding.needs_head else [None]:
+            method = None if checkpoint is None else heads[checkpoint]["method"]
+            if decoding.word in (("eagle_tree", "dynamic_tree") if method == "medusa" else ("medusa_tree",)):
+                continue  # parallel heads draft the product of what they say, or one token each, and no other head does so
+            found.append((decoding, checkpoint))
+    if any(decoding.needs_head for decoding in decodings) and (idle := heads.keys() - {checkpoint for _, checkpoint in found}):
+        raise ValueError(
+            f"schemes: expected one that each head can draft with, found {words} for {', '.join(sorted(map(str, idle)))}; medusa_tree is "
+            "Medusa's, the others' trees are not"
+        )
     prompts, _ = load_prompts(**{**load_word("benchmark", arguments.prompts), "limit": arguments.num_prompts})
     limit = target.length_limit(4096)
     requests, _ = requests_of(prompts, target.template, max_length_tokens=limit, max_new_tokens=arguments.max_new_tokens)
+    return target, requests, found
+
+
+def greedy(
+    arguments: argparse.Namespace, target: Any, requests: list[Any], compared: list[tuple[Any, Path | None]], unfinished: Any
+) -> list[Any]:
+    """The texts of each scheme and head on the prompts, in float32."""
+    from mtp_train.acceptance.certificate import GreedyCase
+    from mtp_train.engine.certificate import compare_texts
+    from mtp_train.engine.hf import HfEngine
+    from mtp_train.stage import build, head_loader, load_word
+
     node = {**load_word("engine", "hf"), "dtype": "float32", "batch_size": arguments.batch_size}
     engine: HfEngine = build(node, target_path=target.path, trust_remote_code=target.trust_remote_code, load_head=head_loader(target))
-    words = arguments.schemes or known_words("decoding")
     found = []
-    for decoding in (build(load_word("decoding", word)) for word in words):
-        for checkpoint in arguments.checkpoint if decoding.needs_head else [None]:
-            method = None if checkpoint is None else read_head_config(checkpoint)["method"]
-            if decoding.word in (("eagle_tree", "dynamic_tree") if method == "medusa" else ("medusa_tree",)):
-                continue  # parallel heads draft the product of what they say, or one token each, and no other head does so
+    for decoding, checkpoint in compared:
 
-            def compare(decoding: Any = decoding, checkpoint: Path | None = checkpoint) -> GreedyCase:
-                return compare_texts(
-                    engine,
-                    head="none" if checkpoint is None else checkpoint.name,
-                    draft=checkpoint,
-                    decoding=decoding,
-                    prompt_set=arguments.prompts,
-                    requests=requests,
-                    max_new_tokens=arguments.max_new_tokens,
-                )
+        def compare(decoding: Any = decoding, checkpoint: Path | None = checkpoint) -> GreedyCase:
+            return compare_texts(
+                engine,
+                head="none" if checkpoint is None else checkpoint.name,
+                draft=checkpoint,
+                decoding=decoding,
+                prompt_set=arguments.prompts,
+                requests=requests,
+                max_new_tokens=arguments.max_new_tokens,
+            )
 
-            found.append(unfinished.get(f"greedy texts, {decoding.word}, {checkpoint}", GreedyCase, compare))
-    if not found:
-        raise ValueError(
-            f"schemes: expected one that the heads can draft with, found {words}; medusa_tree is Medusa's, the others' trees are not"
-        )
+        found.append(unfinished.get(f"greedy texts, {decoding.word}, {checkpoint}", GreedyCase, compare))
     return found
 
 
@@ -145,11 +171,12 @@ def main() -> int:
     unfinished = Unfinished(path=arguments.out / "certificate.unfinished.json", identity={"settings": settings, "code": code})
     with telling("certify"):
         check_schemes(arguments)
+        opened = comparisons(arguments) if arguments.checkpoint else None
         with tempfile.TemporaryDirectory() as folder:
             target = SmallTarget(Path(folder), vocabulary=arguments.vocabulary, seed=arguments.seed)
             certificate = Certificate(
                 sampled=tuple(sampled(arguments, target, unfinished)),
-                greedy=tuple(greedy(arguments, unfinished) if arguments.checkpoint else ()),
+                greedy=tuple(greedy(arguments, *opened, unfinished) if opened is not None else ()),
                 engine=f"hf ({target.engine.version}, float32)",
                 target=target.description,
                 provenance={"settings": settings, **made_by},

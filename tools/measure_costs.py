@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 
 def parse() -> argparse.Namespace:
@@ -49,26 +48,6 @@ def parse() -> argparse.Namespace:
     return parser.parse_intermixed_args()
 
 
-def node(group: str, words: list[str]) -> dict[str, Any]:
-    """A yaml of conf/ with settings changed, as the stages would read them. ValueError for one that it does not have or lacks."""
-    import yaml
-
-    from mtp_train.stage import conf_dir
-
-    word, known = words[0], {path.stem: path for path in (conf_dir() / group).glob("*.yaml")}
-    if word not in known:
-        raise ValueError(f"{group}: expected one of {sorted(known)}, found {word!r}")
-    found: dict[str, Any] = yaml.safe_load(known[word].read_text(encoding="utf-8"))
-    for setting in words[1:]:
-        key, equals, value = setting.partition("=")
-        if not equals or key not in found:
-            raise ValueError(f"{group} {word}: expected settings among {sorted(found)} as key=value, found {setting!r}")
-        found[key] = yaml.safe_load(value)
-    if missing := sorted(key for key, value in found.items() if value == "???"):
-        raise ValueError(f"{group} {word}: expected a value for {', '.join(missing)}, found none; add {missing[0]}=...")
-    return found
-
-
 def measure(arguments: argparse.Namespace) -> Path:
     """Time and keep; returns the table's path."""
     import tempfile
@@ -76,11 +55,11 @@ def measure(arguments: argparse.Namespace) -> Path:
     from omegaconf import OmegaConf
 
     from mtp_train.acceptance.costs import write_costs
-    from mtp_train.checkpoint import read_head_config
+    from mtp_train.checkpoint import check_head, read_head_config
     from mtp_train.engine.base import CostsAsked, Engine
     from mtp_train.engine.costs import measure_costs
     from mtp_train.exporter.vllm import VllmExporter
-    from mtp_train.stage import build, check_head, check_name, head_loader, open_target
+    from mtp_train.stage import build, check_name, head_loader, load_word, open_target
 
     asked = CostsAsked(
         batch_sizes=tuple(arguments.batch_sizes),
@@ -90,11 +69,11 @@ def measure(arguments: argparse.Namespace) -> Path:
         num_repeats=arguments.num_repeats,
         seed=arguments.seed,
     )
-    target = open_target(OmegaConf.create(node("target", arguments.target)))
+    target = open_target(OmegaConf.create(load_word("target", *arguments.target)))
     checkpoint = None if arguments.name == "none" else arguments.run / "checkpoint" / check_name(arguments.name)
     if checkpoint is not None:
-        check_head(read_head_config(checkpoint), target, where=checkpoint)
-    changed = node("engine", [arguments.engine, *arguments.settings])
+        check_head(read_head_config(checkpoint), target.identity(), where=checkpoint)
+    changed = load_word("engine", arguments.engine, *arguments.settings)
     if arguments.engine == "vllm":
         changed["scratch"] = None
     engine: Engine = build(changed, target_path=target.path, trust_remote_code=target.trust_remote_code, load_head=head_loader(target))
