@@ -24,7 +24,7 @@ from mtp_train.stage import (
     conf_dir,
     head_loader,
     load_word,
-    open_target,
+    open_run_target,
     plain,
     stage,
     start,
@@ -263,7 +263,7 @@ def main(cfg: DictConfig) -> None:
     # A scheme without a head stands in the report under its own word.
     checkpoint, name = (Path(cfg.checkpoint), cfg.name) if decoding.needs_head else (None, decoding.word)
     head = None if checkpoint is None else read_head_config(checkpoint)
-    target = open_target(cfg.target)
+    target = open_run_target(cfg)
     if head is not None and checkpoint is not None:
         check_head(head, target.identity(), where=checkpoint)
     prompt_sets = _prompt_sets(cfg, target)

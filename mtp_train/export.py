@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_train.runtime import is_main, log
-from mtp_train.stage import build, check_name, open_target, stage
+from mtp_train.stage import build, check_name, open_run_target, stage
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -49,7 +49,7 @@ def main(cfg: DictConfig) -> None:
 
     checkpoint, out = Path(cfg.checkpoint), Path(cfg.out)
     head = read_head_config(checkpoint)
-    target = open_target(cfg.target)
+    target = open_run_target(cfg)
     check_head(head, target.identity(), where=checkpoint)
     exporter: Exporter = build(cfg.exporter, trust_remote_code=target.trust_remote_code)
     log(f"export: {checkpoint} for {exporter.word}")

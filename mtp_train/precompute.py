@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from mtp_train.commandline import next_command
 from mtp_train.runtime import is_main, log, progress, read_object
-from mtp_train.stage import OpenTarget, build, call, open_target, record, stage, start
+from mtp_train.stage import OpenTarget, build, call, open_run_target, record, stage, start
 from mtp_train.typed import fit
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _write_shards(
 def main(cfg: DictConfig) -> None:
     _check_answers(cfg)
     _check_begun(cfg)
-    target = open_target(cfg.target)
+    target = open_run_target(cfg)
     taps = _taps(cfg, target)
     chosen, counts = _responses(cfg, target)
     log(counts.summary())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mtp_train.commandline import next_command
 from mtp_train.runtime import barrier, is_main, log, progress, rank, world_size
-from mtp_train.stage import build, call, open_target, record, stage, start
+from mtp_train.stage import build, call, open_run_target, record, stage, start
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -32,7 +32,7 @@ def main(cfg: DictConfig) -> None:
     from mtp_train.engine.base import Sampling
     from mtp_train.prompt.responses import ResponseWriter, read_responses
 
-    target = open_target(cfg.target)
+    target = open_run_target(cfg)
     engine = build(cfg.engine, target_path=target.path, trust_remote_code=target.trust_remote_code, load_head=None)
     sampling = call(Sampling, cfg.sampling, where="sampling")
     run = start(cfg, stage_name="regenerate", record_now=False)

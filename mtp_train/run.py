@@ -1,18 +1,30 @@
-"""One stage's run on disk: its output folder, kept from other processes, and the record of what it was told and what made it."""
+"""One stage's run on disk: its output folder, kept from other processes, the record of what it was told and what made it, and the one
+target that all of it is of."""
 
 from __future__ import annotations
 
 import atexit
 import re
+import shlex
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mtp_train.commandline import conf_dir
 from mtp_train.lock import alone
 from mtp_train.runtime import atomic_write_json, is_main, provenance, read_object
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+# What of a run states the identity of its target, and under which key, small files first: of the others one is read where these are not.
+_STATED = (
+    ("responses/meta.json", "identity"),
+    ("checkpoint/*/head.json", "target"),
+    ("cache/manifest.json", "identity"),
+    ("cache/plan.json", "identity"),
+    ("report/pieces/*/head*.json", "target"),
+)
 # The locks of the folders that this process writes to, until it ends.
 _held: dict[Path, ExitStack] = {}
 
@@ -65,3 +77,42 @@ def record(run: Run, *, stage_name: str) -> None:
     same_time = {**run.provenance, "written_utc": there["provenance"].get("written_utc")} if there is not None else {}
     if there is None or (there["settings"], there["provenance"]) != (run.settings, same_time):
         atomic_write_json(path, {"settings": run.settings, "provenance": run.provenance})
+
+
+def check_target(run: Path, out: Path, identity: Mapping[str, str], *, tool: bool = False) -> None:
+    """ValueError where ``out`` lies in the folder ``run``, and that holds what was made from another target, tokenizer or chat template
+    than ``identity`` (``OpenTarget.identity``) states. ``tool``: the remedy is told as the options of tools have it."""
+    if not out.resolve().is_relative_to(run.resolve()):
+        return
+    path, stated = next(_stated(run), (run, {}))
+    differing = [key for key in identity if key != "target_name" and key in stated and stated[key] != identity[key]]
+    if not differing:
+        return
+    key, (word, *settings) = differing[0], _words(path.parent, str(stated.get("target_name")))
+    words = ["--target", word, *settings] if tool else [f"target={word}", *(f"target.{setting}" for setting in settings)]
+    raise ValueError(
+        f"target: expected that of {run}, {stated.get('target_name')} ({path.relative_to(run)}: {key} {str(stated[key])[:16]}), found "
+        f"{identity['target_name']} ({key} {identity[key][:16]}); add {shlex.join(words)}, or choose another run"
+    )
+
+
+def _stated(run: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The identities that lie in a run. A damaged file is passed over: who reads it says so."""
+    for pattern, key in _STATED:
+        for path in sorted(run.glob(pattern)):
+            try:
+                yield path, read_object(path, {key: dict}, remedy="")[key]
+            except ValueError:
+                continue
+
+
+def _words(folder: Path, name: str) -> list[str]:
+    """The word of the target ``name`` and its settings, as the stage that wrote into ``folder`` was told them."""
+    for path in sorted(folder.glob("settings.*.json")):
+        try:
+            told = read_object(path, {"settings": dict}, remedy="")["settings"].get("target")
+        except ValueError:
+            continue
+        if isinstance(told, dict) and told.get("name") == name and "path" in told:
+            return ["local", f"path={told['path']}", f"name={name}"]
+    return [name] if (conf_dir() / "target" / f"{name}.yaml").is_file() else ["local", "path=...", f"name={name}"]

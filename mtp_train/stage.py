@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mtp_train.commandline import as_text, check_words, conf_dir, group_hint, help_text, remember, with_settings
 from mtp_train.faults import telling
 from mtp_train.orphan import end_with_parent
-from mtp_train.run import Run, check_name, open_run, record
+from mtp_train.run import Run, check_name, check_target, open_run, record
 from mtp_train.runtime import log
 from mtp_train.typed import arguments, check_like, fit, leaves, nearest
 
@@ -206,8 +206,7 @@ def known_words(group: str) -> list[str]:
 def load_word(group: str, word: str, *changed: str) -> dict[str, Any]:
     """The node that a word on disk stands for: ``conf/<group>/<word>.yaml``, with settings of it changed (``key=value``).
 
-    Errors: ValueError where the word is no plain word or has no yaml (it lists those that exist), where it has no such
-    setting, and where a value is still to be given.
+    Errors: ValueError where the word has no yaml (it lists those that exist), no such setting, or still lacks a value.
     """
     import yaml
     from omegaconf import OmegaConf
@@ -215,8 +214,7 @@ def load_word(group: str, word: str, *changed: str) -> dict[str, Any]:
     path = conf_dir() / group / f"{word}.yaml"
     if not _WORD.fullmatch(word) or not path.is_file():
         raise ValueError(f"{group}: expected one of {known_words(group)}, found {word!r}")
-    node = OmegaConf.load(path)
-    known = sorted(map(str, node))
+    known = sorted(map(str, node := OmegaConf.load(path)))
     for setting in changed:
         key, equals, value = setting.partition("=")
         if not equals or key not in known:
@@ -266,6 +264,13 @@ def open_target(node: DictConfig) -> OpenTarget:
     path, code = resolve_target(settings), settings["trust_remote_code"]
     template = ChatTemplate(tokenizer=load_tokenizer(path, trust_remote_code=code))
     return OpenTarget(path=path, spec=read_spec(path, name=settings["name"]), template=template, trust_remote_code=code)
+
+
+def open_run_target(cfg: DictConfig) -> OpenTarget:
+    """The target that a stage's settings name. ValueError where it writes into a run (``cfg.run``) of another one."""
+    target = open_target(cfg.target)
+    check_target(Path(cfg.run), Path(cfg.out), target.identity())
+    return target
 
 
 def build_head(word: str, settings: dict[str, Any], *, target: OpenTarget, shared: SharedWeights) -> Head:

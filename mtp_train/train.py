@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mtp_train.commandline import next_command
 from mtp_train.quantity import show_bytes
 from mtp_train.runtime import barrier, is_main, log
-from mtp_train.stage import OpenTarget, Run, build, call, head_loader, load_word, open_target, plain, record, stage, start
+from mtp_train.stage import OpenTarget, Run, build, call, head_loader, load_word, open_run_target, plain, record, stage, start
 from mtp_train.trainer.stop import EndAtOnce, note_in
 from mtp_train.typed import fit
 
@@ -257,7 +257,7 @@ def main(cfg: DictConfig) -> None:
     from mtp_train.trainer.state import check_continues, complete_steps
 
     check_continues(Path(cfg.out), _stated_identity(cfg), only_these=True)
-    target = open_target(cfg.target)
+    target = open_run_target(cfg)
 
     from mtp_train.loss.compiled import compiled_passes
     from mtp_train.trainer.loop import Trainer

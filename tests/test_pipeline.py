@@ -855,6 +855,22 @@ def test_costs_and_the_failure_mode_lead_to_advice(finished: Run, tmp_path: Path
     assert "## When to fall back" in (tmp_path / "advice" / "advice.md").read_text(encoding="utf-8")
 
 
+def test_a_run_is_of_one_target(finished: Run, tiny_llama_tied: Path, tmp_path: Path) -> None:
+    """A command that forgot which one is refused before it works, with the words that make it right; elsewhere any target goes."""
+    other = [f"target.path={tiny_llama_tied}", "target.name=other"]
+    before = sorted(finished.folder.rglob("*"))
+    for stage, words in {"evaluate": ["decoding=prompt_lookup"], "precompute": ["answers=given"], "train": ["name=new"]}.items():
+        said = finished.refused(stage, *words, *other)
+        assert f"target: expected that of {finished.folder}, tiny (responses/meta.json: target_fingerprint" in said
+        assert "found other (target_fingerprint" in said
+        assert f"add target=local target.path={finished.target} target.name=tiny, or choose another run" in said
+    asked = ["--run", str(finished.folder), "--name", "none", "--target", "local", f"path={tiny_llama_tied}", "name=other"]
+    done = finished.shell.wait(finished.shell.start("tools.measure_costs", asked))
+    assert done.code == 2 and f"add --target local path={finished.target} name=tiny" in done.stderr, done.stderr
+    assert sorted(finished.folder.rglob("*")) == before
+    finished.ok("regenerate", *other, "prompt.limit=1", f"out={tmp_path}/responses")
+
+
 def test_the_certificate_is_of_the_run_s_own_target(finished: Run, tmp_path: Path) -> None:
     """The tool takes a target as ``measure_costs`` does, and refuses a head that it could not use before it draws anything."""
     out, head = tmp_path / "report", finished.folder / "checkpoint" / "mtp"

@@ -100,10 +100,12 @@ def comparisons(arguments: argparse.Namespace) -> tuple[Any, list[Any], list[tup
     from mtp_train.checkpoint import check_head, read_head_config, read_head_tensors
     from mtp_train.engine.measure import requests_of
     from mtp_train.prompt.load import load_prompts
+    from mtp_train.run import check_target
     from mtp_train.stage import build, known_words, load_word, open_target
 
     heads = {checkpoint: read_head_config(checkpoint) for checkpoint in arguments.checkpoint}  # before the target, which takes seconds
     target = open_target(OmegaConf.create(load_word("target", *arguments.target)))
+    check_target(arguments.out.parent, arguments.out, target.identity(), tool=True)
     for checkpoint, head in heads.items():
         check_head(head, target.identity(), where=checkpoint)
         read_head_tensors(checkpoint)

@@ -59,6 +59,7 @@ def measure(arguments: argparse.Namespace) -> Path:
     from mtp_train.engine.base import CostsAsked, Engine
     from mtp_train.engine.costs import measure_costs
     from mtp_train.exporter.vllm import VllmExporter
+    from mtp_train.run import check_target
     from mtp_train.stage import build, check_name, head_loader, load_word, open_target
 
     asked = CostsAsked(
@@ -70,6 +71,7 @@ def measure(arguments: argparse.Namespace) -> Path:
         seed=arguments.seed,
     )
     target = open_target(OmegaConf.create(load_word("target", *arguments.target)))
+    check_target(arguments.run, arguments.out or arguments.run / "report", target.identity(), tool=True)
     checkpoint = None if arguments.name == "none" else arguments.run / "checkpoint" / check_name(arguments.name)
     if checkpoint is not None:
         check_head(read_head_config(checkpoint), target.identity(), where=checkpoint)
