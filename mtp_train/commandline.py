@@ -103,8 +103,13 @@ def group_hint(name: str, key: str) -> str:
 
 
 def remember(words: Sequence[str]) -> None:
-    """Keep what was typed, for ``next_command``."""
+    """Keep what was typed, for ``typed`` and ``next_command``."""
     _typed[:] = words
+
+
+def typed(*keys: str) -> list[str]:
+    """Of the words typed those that choose or set one of the keys, or what lies below it."""
+    return [word for word in _typed if "=" in word and re.split(r"[.=@]", word.lstrip("+~"))[0] in keys]
 
 
 def next_command(stage: str, *, reads: str | None, also: Sequence[str] = ()) -> str:

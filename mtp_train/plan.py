@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtp_train.commandline import conf_dir, typed
 from mtp_train.quantity import parse_count
 from mtp_train.runtime import atomic_write_json
 from mtp_train.stage import build, call, load_word, plain, stage
@@ -62,6 +63,18 @@ def _work(cfg: DictConfig, head: Head, *, num_tokens: int, exact_teacher: bool) 
         num_speculative_tokens=cfg.evaluate.num_speculative_tokens,
         acceptance_length=cfg.evaluate.acceptance_length,
     )
+
+
+def _told(cfg: DictConfig) -> list[str]:
+    """What train is told of the training that is reckoned with, but for how it is shared out: what was typed of target, head and losses,
+    and each setting that is not train's default."""
+    from omegaconf import OmegaConf
+
+    own = ("precision", "draft_steps", "depth_decay", "noise_scale", "num_epochs", "chunk_rows", "checkpoint_activations")
+    values = {key: cfg[key] for key in own} | {"tokens_per_pack": parse_count(cfg.tokens_per_pack, where="tokens_per_pack")}
+    defaults: Any = OmegaConf.load(conf_dir() / "train.yaml")
+    changed = {key: str(value).lower() for key, value in values.items() if value != defaults[key]}
+    return [*typed("experiment", "target", "head", "losses"), *(f"{key}={value}" for key, value in changed.items())]
 
 
 # Another than that of a setting that does not fit: no other machine is needed.
@@ -137,7 +150,7 @@ def main(cfg: DictConfig) -> None:
                 batch_size=cfg.evaluate.batch_size,
             ),
         )
-    print_plan(plan, Console(width=None if sys.stdout.isatty() else 132))
+    print_plan(plan, Console(width=None if sys.stdout.isatty() else 132), told=_told(cfg))
     if cfg.out is not None:
         atomic_write_json(Path(cfg.out), to_json(plan))
     if plan.problems:

@@ -50,9 +50,30 @@ def test_seventy_billion_on_one_node(tmp_path: Path) -> None:
         "Cheapest that fits",
         "regenerate",
         "parallel=zero1 needs optimizer.rule=adamw: add it to train's command (muon if nothing is said)",
-        "Would not fit: engine.tensor_parallel_size=1",
+        "Would not fit: engine.tensor_parallel_size=1 (141 GB of weights on a device of 80.0 GB, 0 B left for the KV cache)",
+        "An empty cell of the memory: at that moment nothing",
+        "Its training: torchrun --nproc-per-node 8 -m mtp_train.train target=llama3_70b head=mtp parallel=zero1 optimizer.rule=adamw "
+        "packs_per_step=8 run=...",
     ):
         assert text in shown, text
+
+
+@pytest.mark.slow
+def test_the_training_that_is_reckoned_with_is_one_that_train_takes() -> None:
+    """What was typed of its own settings, and what differs from train's defaults, as a command that composes there."""
+    import yaml
+
+    words = ["prompt.num_tokens=1M", "parallel=ddp", "hardware=2cpu", "tokens_per_pack=8k", "packs_per_step=4", "losses.topk_kl=0.5"]
+    done = plan(*words, "checkpoint_activations=true", "evaluate.batch_size=8", "optimizer.rule=muon")
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("Its training: ")]
+    told = line.removesuffix(" run=...").partition("mtp_train.train ")[2].split()
+    assert not {"evaluate.batch_size=8", "tokens_per_pack=8k"} & set(told)
+    command = [sys.executable, "-m", "mtp_train.train", "--cfg", "job", *told]
+    shown = subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    found = yaml.safe_load(shown.stdout)
+    assert (found["tokens_per_pack"], found["packs_per_step"], found["checkpoint_activations"]) == (8000, 4, True)
+    assert found["losses"] == {"hidden_l1": 1.0, "topk_kl": 0.5} and found["optimizer"]["rule"] == "muon"
 
 
 @pytest.mark.slow
@@ -93,6 +114,7 @@ def test_what_does_not_fit_is_named_with_both_figures_after_the_tables(tmp_path:
     ("words", "message"),
     [
         ([], "prompt.num_tokens: expected a value, found none"),
+        (["run=runs/mine"], "run: expected a setting of plan, found none of that name; it works on no run: leave it out"),
         (["prompt.num_tokens=many"], "prompt.num_tokens: expected a number such as 500M or 1.5B, found 'many'"),
         (["prompt.num_tokens=1M", "losses.topk_kl={}"], "losses.topk_kl: expected a weight, found {}"),
         (["prompt.num_tokens=1M", "evaluate.batch_size=0"], "evaluate.batch_size: expected at least 1, found 0"),

@@ -130,7 +130,7 @@ def make_plan(
     generated = regenerate_work(target, hardware, assume, work, layouts)
     layout = None if generated is None else generated[1]
     trained = next((row for row in modes if row.memory.mode == asked.mode and row.fits), None)
-    fitting = [row for row in modes if row.fits and row.possible]
+    fitting = [row for row in modes if row.fits and row.possible and _num_shares(row, asked) <= work.packs_per_step]
     best = min(fitting, key=lambda row: row.work.seconds, default=None)
     before = [] if generated is None else [generated[0], precompute_work(target, hardware, assume, work, cache_bytes=cache.total_bytes)]
     after = [] if layout is None else [evaluate_work(target, hardware, assume, work, layout, batch_size=asked.batch_size)]
@@ -144,6 +144,7 @@ def make_plan(
             "codec": smaller.codec,
             "parallel": best.memory.mode,
             "optimizer.rule": best.rule,
+            "packs_per_step": str(work.packs_per_step),
         }
         cheapest_s = sum(stage.seconds for stage in (*before, best.work, *after))
     return Plan(
@@ -257,14 +258,19 @@ def _problems(
     return found
 
 
+def _num_shares(row: ModeRow, asked: Asked) -> int:
+    """Processes, or groups of them that compute a pack together: each has a pack of every step."""
+    return max(1, row.memory.num_processes // asked.context)
+
+
 def _conflicts(work: Workload, asked: Asked, mode: ModeRow) -> list[str]:
     """Which of the settings asked for training refuses together, with what can be done."""
     found, processes = [], mode.memory.num_processes
     if asked.context > 1 and processes % asked.context:
         found.append(f"parallel.context: expected a divisor of the {processes} processes of parallel={asked.mode}, found {asked.context}")
-    elif work.packs_per_step < processes // asked.context:
+    elif work.packs_per_step < _num_shares(mode, asked):
         found.append(
-            f"packs_per_step: expected at least {processes // asked.context}, one for each process or group of parallel.context, found "
+            f"packs_per_step: expected at least {_num_shares(mode, asked)}, one for each process or group of parallel.context, found "
             f"{work.packs_per_step}; raise it, or train on fewer"
         )
     if not mode.possible:

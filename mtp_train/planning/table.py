@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from mtp_train.planning.plan import DEFAULT_RULE, Plan
+from mtp_train.planning.plan import DEFAULT_RULE, ModeRow, Plan
 from mtp_train.quantity import show_bytes, show_count, show_duration, show_flops
 
 if TYPE_CHECKING:
@@ -13,8 +15,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def print_plan(plan: Plan, console: Console) -> None:
-    """All of a plan, in the order of the stages."""
+def print_plan(plan: Plan, console: Console, *, told: Sequence[str]) -> None:
+    """All of a plan, in the order of the stages. ``told``: what train is told beside how the work is shared out."""
     work, target, head, hardware = plan.work, plan.target, plan.head, plan.hardware
     console.print(
         f"{target.name}: {target.num_parameters:,} parameters, {target.num_layers} layers, hidden {target.hidden_size}, "
@@ -29,8 +31,9 @@ def print_plan(plan: Plan, console: Console) -> None:
     for title, table in (_caches(plan), _memory(plan), _engines(plan), _stages(plan)):
         console.print(f"\n[bold]{title}[/bold]", highlight=False)
         console.print(table)
-    console.print("*: what the settings ask for\n", highlight=False, markup=False)
-    console.print(_verdict(plan), highlight=False, markup=False)
+    note = "*: what the settings ask for. An empty cell of the memory: at that moment nothing, or under a thousandth of all.\n"
+    console.print(note, highlight=False, markup=False)
+    console.print(_verdict(plan, told), highlight=False, markup=False, soft_wrap=True)  # commands stay whole
 
 
 def _caches(plan: Plan) -> tuple[str, Table]:
@@ -84,7 +87,17 @@ def _stages(plan: Plan) -> tuple[str, Table]:
     return title, table
 
 
-def _verdict(plan: Plan) -> str:
+def _command(plan: Plan, row: ModeRow, told: Sequence[str]) -> str:
+    """The training of one way of sharing the work, ready to paste but for the run."""
+    processes = row.memory.num_processes
+    words = ["python"] if processes == 1 else ["torchrun", "--nproc-per-node", str(processes)]
+    words += ["-m", "mtp_train.train", *told, f"parallel={row.memory.mode}"]
+    words += [f"parallel.context={plan.asked.context}"] if processes > 1 and plan.asked.context > 1 else []
+    words += [f"optimizer.rule={row.rule}"] if row.rule != DEFAULT_RULE else []
+    return shlex.join([*words, f"packs_per_step={plan.work.packs_per_step}"])
+
+
+def _verdict(plan: Plan, told: Sequence[str]) -> str:
     lines = []
     if plan.cheapest is None or plan.cheapest_s is None:
         lines.append("No setting fits this machine.")
@@ -96,6 +109,11 @@ def _verdict(plan: Plan) -> str:
             + (f", {money:.2f} USD" if money is not None else " (no price given: hardware.usd_per_hour=)")
         )
     asked = next(row for row in plan.modes if row.memory.mode == plan.asked.mode)
+    if plan.cheapest is not None:
+        best = next(row for row in plan.modes if row.memory.mode == plan.cheapest["parallel"])
+        lines.append(f"Its training: {_command(plan, best, told)} run=...")
+        if asked is not best and asked.fits and not plan.conflicts:
+            lines.append(f"That asked for: {_command(plan, asked, told)} run=...")
     if plan.asked.rule is None and asked.rule != DEFAULT_RULE:
         lines.append(
             f"parallel={plan.asked.mode} needs optimizer.rule={asked.rule}: add it to train's command ({DEFAULT_RULE} if nothing is said)"
@@ -108,7 +126,12 @@ def _verdict(plan: Plan) -> str:
     others += [
         f"codec={row.codec} ({show_bytes(row.total_bytes)})" for row in plan.caches if not row.fits and row.codec != plan.asked.codec
     ]
-    others += [f"engine.tensor_parallel_size={layout.tensor_parallel}" for layout in plan.layouts if not layout.batch_size]
+    others += [
+        f"engine.tensor_parallel_size={layout.tensor_parallel} ({show_bytes(layout.weight_bytes)} of weights on a device of "
+        f"{show_bytes(plan.hardware.memory_bytes)}, {show_bytes(layout.room_bytes)} left for the KV cache)"
+        for layout in plan.layouts
+        if not layout.batch_size
+    ]
     if others:
         lines.append("Would not fit: " + ", ".join(others))
     return "\n".join(lines)
