@@ -6,13 +6,14 @@ if it had not been interrupted.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_train.commandline import next_command
-from mtp_train.quantity import show_bytes
-from mtp_train.runtime import barrier, is_main, log
+from mtp_train.runtime import barrier, is_main, log, world_size
 from mtp_train.stage import OpenTarget, Run, build, call, head_loader, load_word, open_run_target, plain, record, stage, start
 from mtp_train.trainer.stop import EndAtOnce, note_in
 from mtp_train.typed import fit
@@ -26,9 +27,11 @@ if TYPE_CHECKING:
     from mtp_train.trainer.data import Cache, Subset
     from mtp_train.trainer.measured import MeasuredAcceptance
     from mtp_train.trainer.objective import Objective
-    from mtp_train.trainer.settings import LoopSettings
+    from mtp_train.trainer.settings import LoopSettings, OptimizerSettings, Schedule
     from mtp_train.trainer.state import HeadFile
-    from mtp_train.trainer.supply import Supply
+
+# That a process leaves the first one to say what is wrong for all of them.
+_PATIENCE_S = 30.0
 
 
 def _data(cfg: DictConfig, target: OpenTarget) -> tuple[Subset, Subset | None]:
@@ -85,24 +88,9 @@ def _plan(cfg: DictConfig, train: Subset) -> DataPlan:
     )
 
 
-def _supply(cfg: DictConfig, train: Subset, plan: DataPlan, *, num_steps: int) -> Supply | None:
-    """What tells a cache that is not local what is read next; None where nobody need know."""
-    from mtp_train.trainer.state import complete_steps
-    from mtp_train.trainer.supply import Supply
-
-    if train.cache.is_local:
-        return None
-    first_step = min(num_steps, max(complete_steps(Path(cfg.out)), default=0))
-    supply = Supply(train=train, plan=plan, first_step=first_step, num_steps=num_steps, max_prefetch=cfg.max_prefetch)
-    log(f"shards of up to {show_bytes(supply.most_bytes)} are in use at once, of {show_bytes(sum(train.cache.shard_bytes()))} in all")
-    return supply
-
-
-def _objective(cfg: DictConfig) -> Objective:
-    """The weighted losses that ``losses`` names, each through its yaml in conf/loss."""
-    from mtp_train.trainer.objective import Objective, Term
-
-    terms = {}
+def _losses(cfg: DictConfig) -> dict[str, tuple[float, dict[str, Any]]]:
+    """Weight and node of each loss that counts, through its yaml in conf/loss."""
+    found = {}
     for word, entry in plain(cfg.losses).items():
         settings = dict(entry) if isinstance(entry, dict) else {"weight": entry}
         node = load_word("loss", word)
@@ -111,7 +99,15 @@ def _objective(cfg: DictConfig) -> Objective:
             raise ValueError(f"losses.{word}: expected a weight, and settings among {sorted(node.keys() - {'_target_'})}, found {entry}")
         weight = fit(float, settings.pop("weight"), f"losses.{word}.weight")
         if weight != 0:
-            terms[word] = Term(weight, build({**node, **settings}, where=f"losses.{word}"))
+            found[word] = (weight, {**node, **settings})
+    return found
+
+
+def _objective(cfg: DictConfig, losses: dict[str, tuple[float, dict[str, Any]]]) -> Objective:
+    """The weighted losses."""
+    from mtp_train.trainer.objective import Objective, Term
+
+    terms = {word: Term(weight, build(node, where=f"losses.{word}")) for word, (weight, node) in losses.items()}
     if cfg.compile and not any(term.loss.compiles for term in terms.values()):
         raise ValueError(
             f"compile: expected a loss whose passes can be compiled (forward_kl), found {', '.join(terms)}; set compile=false, which is "
@@ -152,31 +148,29 @@ def _head(
     return head, train, held_out, started_from
 
 
-def _num_steps(cfg: DictConfig, plan: DataPlan) -> int:
+def _check_packs(cfg: DictConfig) -> None:
+    """ValueError, said by one process, where some of them would have no pack; the launcher ends the others with it."""
+    from mtp_train.batch.plan import check_packs
+
+    try:
+        check_packs(cfg.packs_per_step, world_size=max(1, world_size() // max(1, cfg.parallel.context)))
+    except ValueError:
+        if not is_main():
+            time.sleep(_PATIENCE_S)
+        raise
+
+
+def _settle(cfg: DictConfig) -> tuple[LoopSettings, dict[str, tuple[float, dict[str, Any]]], OptimizerSettings, Schedule]:
+    """What the settings alone decide: refused, where they are wrong, before torch is imported, which takes seconds."""
+    from mtp_train.trainer.settings import Device, LoopSettings
+
+    _check_packs(cfg)
     for key in ("num_steps", "num_epochs"):
         if cfg[key] is not None and cfg[key] < 1:
             raise ValueError(f"{key}: expected at least 1, found {cfg[key]}")
-    return int(cfg.num_steps if cfg.num_steps is not None else plan.steps_of(cfg.num_epochs))
-
-
-def _loop_settings(cfg: DictConfig, *, num_steps: int) -> LoopSettings:
-    from mtp_train.trainer.settings import LoopSettings
-
-    return LoopSettings(
-        num_steps=num_steps,
-        precision=cfg.precision,
-        noise_scale=cfg.noise_scale,
-        seed=cfg.seed,
-        log_every=cfg.log_every,
-        validate_every=cfg.validation.every,
-        measure_every=cfg.validation.decode.every,
-        save_every=cfg.checkpoint.every,
-        keep_last=cfg.checkpoint.keep_last,
-        best_by=cfg.checkpoint.best_by,
-        final=cfg.checkpoint.final,
-        max_prefetch=cfg.max_prefetch,
-        profile=cfg.profile,
-    )
+    fit(Device, cfg.device, "device")
+    settings = LoopSettings.of(plain(cfg), num_steps=cfg.num_steps or 1)  # num_epochs tells when the cache is known
+    return settings, _losses(cfg), build(cfg.optimizer, where="optimizer"), build(cfg.schedule, where="schedule")
 
 
 def _identity(cfg: DictConfig, head: Head, train: Subset, *, num_steps: int, started_from: dict[str, str] | None) -> dict[str, Any]:
@@ -249,9 +243,10 @@ _KINDS = {
 
 @stage("train", kinds=_KINDS)
 def main(cfg: DictConfig) -> None:
+    settings, losses, optimizer, schedule = _settle(cfg)
     log(f"a head from {cfg.cache if cfg.mixture is None else ', '.join(cfg.mixture)} for {cfg.out}; opening target {cfg.target.name}")
-    objective = _objective(cfg)
-    optimizer, schedule, wandb, parallel = (build(cfg[key], where=key) for key in ("optimizer", "schedule", "wandb", "parallel"))
+    objective = _objective(cfg, losses)
+    wandb, parallel = (build(cfg[key], where=key) for key in ("wandb", "parallel"))
     _check_cache(cfg)
 
     from mtp_train.trainer.state import check_continues, complete_steps
@@ -264,12 +259,12 @@ def main(cfg: DictConfig) -> None:
     from mtp_train.trainer.module import make_accelerator
     from mtp_train.trainer.probe import has_probe
     from mtp_train.trainer.start import start_from_data
-    from mtp_train.trainer.supply import at_hand
+    from mtp_train.trainer.supply import at_hand, make_supply
 
     train, held_out = _data(cfg, target)
     plan = _plan(cfg, train)
-    num_steps = _num_steps(cfg, plan)
-    settings = _loop_settings(cfg, num_steps=num_steps)
+    num_steps = int(cfg.num_steps if cfg.num_steps is not None else plan.steps_of(cfg.num_epochs))
+    settings = replace(settings, num_steps=num_steps)
     accelerator = make_accelerator(cfg.device)
     head, train, held_out, started_from = _head(cfg, target, accelerator, objective, train, held_out)
     if cfg.checkpoint_activations:
@@ -278,7 +273,7 @@ def main(cfg: DictConfig) -> None:
     check_continues(Path(cfg.out), identity)  # before anything there is overwritten
     run: Run = start(cfg, stage_name="train", record_now=False)
     note_in(run.out, step=max(complete_steps(run.out), default=0))
-    supply = _supply(cfg, train, plan, num_steps=num_steps)
+    supply = make_supply(train, plan, out=run.out, num_steps=num_steps, max_prefetch=cfg.max_prefetch)
     counts = "" if train.num_loss_tokens is None else f" ({sum(train.num_loss_tokens)} count)"
     log(
         f"{len(train)} samples of {sum(train.lengths)} tokens{counts}, {len(held_out or ())} held out; "

@@ -309,7 +309,7 @@ def test_only_classes_of_this_package_are_built(target: object) -> None:
 
 
 def test_built_from_exactly_the_keys_of_the_class() -> None:
-    node = {"_target_": "mtp_train.trainer.optim.Schedule", "kind": "cosine", "warmup_steps": 3, "min_ratio": 0.1}
+    node = {"_target_": "mtp_train.trainer.settings.Schedule", "kind": "cosine", "warmup_steps": 3, "min_ratio": 0.1}
     made = build(node)
     assert (made.kind, made.warmup_steps, made.min_ratio) == ("cosine", 3, 0.1)
     assert node["_target_"], "the node is not consumed"
@@ -370,3 +370,56 @@ def test_plain_resolves_and_names_what_is_missing() -> None:
     assert plain({"x": 1}) == {"x": 1}
     with pytest.raises(ValueError, match=r"^e\.f: expected a value, found none; add e\.f=\.\.\. to the command$"):
         plain(node)
+
+
+# Calls train with each line's words in one process; what each said, and which heavy modules were brought in.
+REFUSE_ALL = """
+import contextlib, io, json, runpy, sys
+cases, heavy = json.loads(sys.argv[1]), sys.argv[2].split(",")
+said = []
+for words in cases:
+    sys.argv = ["train", *words]
+    with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.suppress(SystemExit):
+        runpy.run_module("mtp_train.train", run_name="__main__", alter_sys=True)
+    said.append(err.getvalue())
+print(json.dumps([said, [name for name in heavy if name in sys.modules]]))
+"""
+
+
+def test_train_refuses_settings_before_it_opens_anything() -> None:
+    """A word mistyped is told at once: not behind the import of torch, nor a target that is opened."""
+    cases = {
+        "+losses.hiden_l1=1.0": "loss: expected one of",
+        "losses.topk_kl={weight: 1.0, tmperature: 2}": "losses.topk_kl: expected a weight, and settings among",
+        "optimizer.lr=-1": "optimizer.lr: expected above 0, found -1",
+        "schedule.kind=linear": "schedule.kind: expected one of cosine, constant, found 'linear'",
+        "num_steps=0": "num_steps: expected at least 1, found 0",
+        "num_epochs=0": "num_epochs: expected at least 1, found 0",
+        "device=cuda": "device: expected",
+        "precision=fp16": "precision: expected",
+        "checkpoint.final=first": "checkpoint.final: expected",
+        "packs_per_step=0": "packs_per_step: expected at least 1",
+    }
+    done = run("-c", REFUSE_ALL, json.dumps([[word] for word in cases]), ",".join(HEAVY))
+    assert done.returncode == 0, done.stderr
+    told, heavy = json.loads(done.stdout)
+    assert not heavy
+    for said, expected in zip(told, cases.values(), strict=True):
+        assert expected in said and "opening target" not in said and "Traceback" not in said, said
+
+
+def test_processes_without_a_pack_are_refused_at_once_and_by_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from omegaconf import OmegaConf
+
+    from mtp_train import train
+
+    waited: list[float] = []
+    monkeypatch.setattr(train.time, "sleep", waited.append)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for rank, context, packs in ((0, 1, 3), (0, 2, 1), (1, 1, 1)):
+        monkeypatch.setenv("RANK", str(rank))
+        settings = OmegaConf.create({"packs_per_step": packs, "parallel": {"context": context}})
+        with pytest.raises(ValueError, match=f"packs_per_step: expected at least {4 // context}, .*found {packs}"):
+            train._check_packs(settings)
+        assert bool(waited) == (rank == 1)
+    train._check_packs(OmegaConf.create({"packs_per_step": 2, "parallel": {"context": 2}}))

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from mtp_train.batch.packing import pack
-from mtp_train.batch.plan import DataPlan
+from mtp_train.batch.plan import DataPlan, check_packs
 from mtp_train.records import Batch, Sample
 
 
@@ -53,7 +53,7 @@ class StepLoader:
             raise ValueError(f"max_prefetch: expected at least 1 step, found {max_prefetch}")
         assert 0 <= rank < world_size, (rank, world_size)
         assert 0 <= start_step <= stop_step, (start_step, stop_step)
-        plan.check_world_size(world_size)
+        check_packs(plan.packs_per_step, world_size=world_size)
         self._reader = reader
         self._plan = plan
         self._rank = rank

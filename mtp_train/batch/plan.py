@@ -20,6 +20,15 @@ _OPEN_PACKS = 16
 _KEPT_EPOCHS = 2
 
 
+def check_packs(packs_per_step: int, *, world_size: int) -> None:
+    """ValueError where a step has no pack for some of ``world_size`` processes."""
+    if packs_per_step < world_size:
+        raise ValueError(
+            f"packs_per_step: expected at least {world_size}, one for each of as many processes, found {packs_per_step}; "
+            "raise it (and lower tokens_per_pack to keep the step as large), or start fewer processes"
+        )
+
+
 class DataPlan:
     """The packs of every step: lists of sample numbers, at random access.
 
@@ -91,16 +100,8 @@ class DataPlan:
     def rank_packs(self, step: int, *, rank: int, world_size: int) -> list[list[int]]:
         """The packs of ``step`` that one of ``world_size`` processes trains on: every ``world_size``-th, from ``rank``; where they
         do not come out even, the last ranks have one less."""
-        self.check_world_size(world_size)
+        check_packs(self.packs_per_step, world_size=world_size)
         return self.packs(step)[rank::world_size]
-
-    def check_world_size(self, world_size: int) -> None:
-        """ValueError where a step has no pack for some of ``world_size`` processes."""
-        if self.packs_per_step < world_size:
-            raise ValueError(
-                f"packs_per_step: expected at least {world_size}, one for each of as many processes, found {self.packs_per_step}; "
-                "raise it (and lower tokens_per_pack to keep the step as large), or start fewer processes"
-            )
 
     def packs_per_process(self, world_size: int) -> int:
         """Packs per step of the process that has most of them."""

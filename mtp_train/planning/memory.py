@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mtp_train.planning.live import COPIES
 from mtp_train.planning.sizes import HeadSizes
 from mtp_train.planning.step import ACTIVATIONS, BACKWARD, CHUNK, GRADIENTS, STEPPING, StepMemory
-from mtp_train.trainer.optim import Rule
+from mtp_train.trainer.settings import Rule
 from mtp_train.trainer.zero import BUCKET_ELEMENTS
 
 # Elements of gathered weights that DeepSpeed keeps for reuse at stage 3 (its own default, stage3_max_live_parameters).

@@ -27,7 +27,7 @@ from mtp_train.planning.work import (
 from mtp_train.quantity import show_bytes
 from mtp_train.target.weights import SharedWeights
 from mtp_train.trainer.objective import Objective
-from mtp_train.trainer.optim import Rule
+from mtp_train.trainer.settings import Rule
 
 # What train takes where nothing is said (conf/train.yaml) and the mode can.
 DEFAULT_RULE: Rule = "muon"

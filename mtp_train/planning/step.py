@@ -27,8 +27,9 @@ from mtp_train.planning.sizes import empty_shared
 from mtp_train.records import Batch, DraftStep, Teacher
 from mtp_train.target.weights import SharedWeights
 from mtp_train.trainer.objective import Objective
-from mtp_train.trainer.optim import MuonAdamW, OptimizerSettings, Rule, build_optimizer
+from mtp_train.trainer.optim import MuonAdamW, build_optimizer
 from mtp_train.trainer.rows import Pack
+from mtp_train.trainer.settings import OptimizerSettings, Rule
 
 ACTIVATIONS, CHUNK, BACKWARD, GRADIENTS, STEPPING = "activations", "logits chunk", "backward", "gradients", "optimizer step"
 _EVEN = "mtp_train_even"  # experts whose rows nobody routed

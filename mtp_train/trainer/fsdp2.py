@@ -10,8 +10,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from mtp_train.trainer.module import TrainingModule
-from mtp_train.trainer.optim import OptimizerSettings, build_optimizer
+from mtp_train.trainer.optim import build_optimizer
 from mtp_train.trainer.parallel import Parallel, flat, read_entries, trained_parameters
+from mtp_train.trainer.settings import OptimizerSettings
 from mtp_train.trainer.state import WEIGHT, Piece, StateReader
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from mtp_train.batch.loader import StepLoader
-from mtp_train.batch.plan import DataPlan
+from mtp_train.batch.plan import DataPlan, check_packs
 from mtp_train.checkpoint import save_head
 from mtp_train.head.base import Head
 from mtp_train.runtime import log, progress
@@ -21,12 +21,11 @@ from mtp_train.trainer.data import Subset
 from mtp_train.trainer.metrics import METRICS, Metrics, WandbSettings, read_metrics
 from mtp_train.trainer.module import TrainingModule
 from mtp_train.trainer.objective import Objective
-from mtp_train.trainer.optim import OptimizerSettings, Schedule
 from mtp_train.trainer.pack_share import share_packs
 from mtp_train.trainer.parallel import ParallelSettings, make_parallel, with_constants
 from mtp_train.trainer.profiling import Stepping, profiling
 from mtp_train.trainer.saving import Saver, load_weights
-from mtp_train.trainer.settings import LoopSettings
+from mtp_train.trainer.settings import LoopSettings, OptimizerSettings, Schedule
 from mtp_train.trainer.state import HeadFile, StateReader, folder_name
 from mtp_train.trainer.step import Stepper
 from mtp_train.trainer.stop import INTERRUPTED, StopSignal, exit_status, note_in, note_interruption
@@ -83,7 +82,7 @@ class Trainer:
         self._out, self._head_file, self._identity, self._wandb = out, head_file, dict(identity), wandb
         self._on_validate, self._before_read = on_validate, before_read
         self._share = share_packs(accelerator, context=parallel.context)
-        plan.check_world_size(self._share.num_ranks)
+        check_packs(plan.packs_per_step, world_size=self._share.num_ranks)
         self._saver = Saver(folder=out, accelerator=accelerator, head=head, settings=identity, keep_last=settings.keep_last)
         self._state = self._saver.newest()
         if self._state is not None:

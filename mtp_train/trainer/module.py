@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -11,15 +11,14 @@ from torch import nn
 from mtp_train.head.base import Head
 from mtp_train.trainer.objective import Objective, Result
 from mtp_train.trainer.rows import Pack
+from mtp_train.trainer.settings import Device, Precision
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-Precision = Literal["bf16", "fp32"]
 # All processes wait for the one that has the head measured (validation.decode), longer than NCCL's ten minutes; one that has
 # died ends the others through the launcher, not through this.
 _PATIENCE = timedelta(hours=3)
-Device = Literal["auto", "cpu"]
 
 
 def make_accelerator(device: Device) -> Accelerator:
@@ -31,8 +30,6 @@ def make_accelerator(device: Device) -> Accelerator:
     """
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
-    if device not in ("auto", "cpu"):
-        raise ValueError(f"device: expected auto or cpu, found {device!r}")
     parallel = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     patience = InitProcessGroupKwargs(timeout=_PATIENCE)
     # Without an accelerator accelerate must be told, or it does not see the other processes, and each trains alone.

@@ -15,7 +15,8 @@ from torch import nn
 from mtp_train.head.base import Head
 from mtp_train.runtime import log
 from mtp_train.trainer.module import TrainingModule
-from mtp_train.trainer.optim import OptimizerSettings, build_optimizer
+from mtp_train.trainer.optim import build_optimizer
+from mtp_train.trainer.settings import OptimizerSettings
 from mtp_train.trainer.state import WEIGHT, Piece, StateReader
 
 if TYPE_CHECKING:

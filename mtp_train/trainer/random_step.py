@@ -13,9 +13,10 @@ from mtp_train.head.mtp import Mtp
 from mtp_train.loss.forward_kl import ForwardKl
 from mtp_train.records import Sample
 from mtp_train.target.weights import SharedWeights
-from mtp_train.trainer.module import Precision, TrainingModule, compute_dtype
+from mtp_train.trainer.module import TrainingModule, compute_dtype
 from mtp_train.trainer.objective import Objective, Term
 from mtp_train.trainer.rows import align
+from mtp_train.trainer.settings import Precision
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,11 @@ from mtp_train.batch.noise import add_uniform_noise
 from mtp_train.records import Batch
 from mtp_train.trainer.finite import PackSums, describe_nonfinite
 from mtp_train.trainer.objective import Objective
-from mtp_train.trainer.optim import OptimizerSettings, Schedule, set_lr
+from mtp_train.trainer.optim import set_lr
 from mtp_train.trainer.pack_share import PackShare
 from mtp_train.trainer.parallel import Parallel
 from mtp_train.trainer.rows import Pack
-from mtp_train.trainer.settings import LoopSettings
+from mtp_train.trainer.settings import LoopSettings, OptimizerSettings, Schedule
 from mtp_train.trainer.stop import SIGNALS, StopSignal
 from mtp_train.trainer.summary import Summary
 

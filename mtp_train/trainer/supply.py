@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from mtp_train.batch.order import Mixture, Order, Shuffle
 from mtp_train.batch.plan import DataPlan
 from mtp_train.batch.upcoming import ShardUse
+from mtp_train.quantity import show_bytes
+from mtp_train.runtime import log
 from mtp_train.trainer.data import Subset
 from mtp_train.trainer.mixture import MixedCache
+from mtp_train.trainer.state import complete_steps
 
 
 def make_order(train: Subset, *, window: int | None, shares: Sequence[float] | None, seed: int) -> Order:
@@ -68,3 +72,13 @@ def at_hand(train: Subset, plan: DataPlan, *, window: int | None, num_steps: int
         return range(len(train))
     leading = set(leading_shards(train, plan, num_steps=num_steps))
     return [number for number, shard in enumerate(train.shards) if shard in leading]
+
+
+def make_supply(train: Subset, plan: DataPlan, *, out: Path, num_steps: int, max_prefetch: int) -> Supply | None:
+    """What tells a cache that is not local what a training in ``out`` reads next; None where nobody need know."""
+    if train.cache.is_local:
+        return None
+    first_step = min(num_steps, max(complete_steps(out), default=0))
+    supply = Supply(train=train, plan=plan, first_step=first_step, num_steps=num_steps, max_prefetch=max_prefetch)
+    log(f"shards of up to {show_bytes(supply.most_bytes)} are in use at once, of {show_bytes(sum(train.cache.shard_bytes()))} in all")
+    return supply

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,12 +13,12 @@ from mtp_train.runtime import log, progress
 from mtp_train.trainer.data import Subset, validation_packs
 from mtp_train.trainer.pack_share import PackShare
 from mtp_train.trainer.parallel import Parallel
+from mtp_train.trainer.settings import BestBy
 from mtp_train.trainer.summary import Summary, report
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-BestBy = Literal["agreement", "expected_acceptance", "loss", "acceptance_length"]
 # Decided by real decoding (OnValidate), not by the held-out samples.
 MEASURED: BestBy = "acceptance_length"
 

@@ -34,9 +34,10 @@ from mtp_train.records import Batch, Sample
 from mtp_train.target.spec import fingerprint
 from mtp_train.target.weights import read_shared
 from mtp_train.trainer.objective import Objective, Term
-from mtp_train.trainer.optim import OptimizerSettings, build_optimizer
+from mtp_train.trainer.optim import build_optimizer
 from mtp_train.trainer.probe import write_probe
 from mtp_train.trainer.rows import align
+from mtp_train.trainer.settings import OptimizerSettings
 
 K = 3
 FORMS: dict[str, dict[str, Any]] = {

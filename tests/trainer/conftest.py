@@ -35,9 +35,8 @@ from mtp_train.trainer.loop import OnValidate, Trainer
 from mtp_train.trainer.metrics import WandbSettings
 from mtp_train.trainer.module import make_accelerator
 from mtp_train.trainer.objective import Objective, Term
-from mtp_train.trainer.optim import OptimizerSettings, Schedule
 from mtp_train.trainer.parallel import ParallelSettings
-from mtp_train.trainer.settings import LoopSettings
+from mtp_train.trainer.settings import LoopSettings, OptimizerSettings, Schedule
 from mtp_train.trainer.state import HeadFile
 
 NORMS_ON = {"embed": True, "hidden": True, "input": True, "output": True, "feedback": True}

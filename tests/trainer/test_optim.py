@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from mtp_train.trainer.optim import OptimizerSettings, Schedule, build_optimizer, set_lr
+from mtp_train.trainer.optim import build_optimizer, set_lr
+from mtp_train.trainer.settings import OptimizerSettings, Schedule
 
 
 def test_warm_up_then_half_a_cosine_to_the_last_step() -> None:

@@ -22,8 +22,9 @@ from mtp_train.cache.reader import CacheReader
 from mtp_train.checkpoint import read_head_tensors
 from mtp_train.trainer.data import split
 from mtp_train.trainer.metrics import read_metrics
-from mtp_train.trainer.optim import OptimizerSettings, build_optimizer
+from mtp_train.trainer.optim import build_optimizer
 from mtp_train.trainer.parallel import ParallelSettings, check_elementwise, check_projection
+from mtp_train.trainer.settings import OptimizerSettings
 from mtp_train.trainer.state import StateReader, complete_steps
 
 pytestmark = pytest.mark.timeout(600)
