@@ -134,25 +134,18 @@ def greedy(
 ) -> list[Any]:
     """The texts of each scheme and head on the prompts, in float32."""
     from mtp_train.acceptance.certificate import GreedyCase
-    from mtp_train.engine.certificate import compare_texts
+    from mtp_train.engine.certificate import GreedyTexts
     from mtp_train.engine.hf import HfEngine
     from mtp_train.stage import build, head_loader, load_word
 
     node = {**load_word("engine", "hf"), "dtype": "float32", "batch_size": arguments.batch_size}
     engine: HfEngine = build(node, target_path=target.path, trust_remote_code=target.trust_remote_code, load_head=head_loader(target))
+    texts = GreedyTexts(engine=engine, prompt_set=arguments.prompts, requests=requests, max_new_tokens=arguments.max_new_tokens)
     found = []
     for decoding, checkpoint in compared:
 
         def compare(decoding: Any = decoding, checkpoint: Path | None = checkpoint) -> GreedyCase:
-            return compare_texts(
-                engine,
-                head="none" if checkpoint is None else checkpoint.name,
-                draft=checkpoint,
-                decoding=decoding,
-                prompt_set=arguments.prompts,
-                requests=requests,
-                max_new_tokens=arguments.max_new_tokens,
-            )
+            return texts.compare(decoding, head="none" if checkpoint is None else checkpoint.name, draft=checkpoint)
 
         found.append(unfinished.get(f"greedy texts, {decoding.word}, {checkpoint}", GreedyCase, compare))
     return found

@@ -24,7 +24,15 @@ from mtp_train.decoding.eagle_tree import EagleTree
 from mtp_train.decoding.lookahead import Lookahead
 from mtp_train.decoding.medusa_tree import MedusaTree
 from mtp_train.decoding.prompt_lookup import PromptLookup
-from mtp_train.engine.base import LEAST_TEMPERATURE, MOST_TEMPERATURE, DraftSampling, Sampling, SpeculateRequest, SpeculateSettings
+from mtp_train.engine.base import (
+    LEAST_TEMPERATURE,
+    MOST_TEMPERATURE,
+    Baseline,
+    DraftSampling,
+    Sampling,
+    SpeculateRequest,
+    SpeculateSettings,
+)
 from mtp_train.engine.hf import HfEngine
 from mtp_train.engine.measure import prove_identity
 from mtp_train.head.base import Head, ParallelHead
@@ -214,29 +222,39 @@ def draw_case(target: SmallTarget, case: Case, *, num_draws: int, seed: int) -> 
     )
 
 
-def compare_texts(
-    engine: HfEngine,
-    *,
-    head: str,
-    draft: Path | None,
-    decoding: Decoding,
-    prompt_set: str,
-    requests: Sequence[SpeculateRequest],
-    max_new_tokens: int,
-) -> GreedyCase:
-    """Decode the requests greedily with the scheme and without drafts, and compare the texts token for token."""
-    settings = SpeculateSettings(
-        decoding=decoding,
-        draft_sampling="greedy",
-        sampling=Sampling(temperature=0.0, top_p=1.0, max_new_tokens=max_new_tokens, seed=0),
-        batch_size=engine.batch_size,
-        ignore_eos=False,
-    )
-    found = prove_identity(head=head, prompt_set=prompt_set, engine=engine, requests=requests, draft=draft, settings=settings)
-    assert found.identity is not None
-    return GreedyCase(
-        head=head, decoding=decoding.word, drafted=way_of(found.acceptance).drafted, prompt_set=prompt_set, identity=found.identity
-    )
+@dataclass(kw_only=True)
+class GreedyTexts:
+    """The same requests decoded greedily with every scheme, held against plain decoding, which is done once."""
+
+    engine: HfEngine
+    prompt_set: str
+    requests: Sequence[SpeculateRequest]
+    max_new_tokens: int
+    _plain: Baseline | None = None
+
+    def compare(self, decoding: Decoding, *, head: str, draft: Path | None) -> GreedyCase:
+        """Whether the texts with drafts are the plain ones, token for token."""
+        settings = SpeculateSettings(
+            decoding=decoding,
+            draft_sampling="greedy",
+            sampling=Sampling(temperature=0.0, top_p=1.0, max_new_tokens=self.max_new_tokens, seed=0),
+            batch_size=self.engine.batch_size,
+            ignore_eos=False,
+        )
+        if self._plain is None:
+            self._plain = self.engine.baseline(self.requests, settings)
+        found = prove_identity(
+            head=head,
+            prompt_set=self.prompt_set,
+            engine=self.engine,
+            requests=self.requests,
+            draft=draft,
+            settings=settings,
+            baseline=self._plain,
+        )
+        assert found.identity is not None
+        drafted = way_of(found.acceptance).drafted
+        return GreedyCase(head=head, decoding=decoding.word, drafted=drafted, prompt_set=self.prompt_set, identity=found.identity)
 
 
 @dataclass(kw_only=True)

@@ -123,11 +123,19 @@ def decode(
 
 
 def prove_identity(
-    *, head: str, prompt_set: str, engine: Engine, requests: Sequence[SpeculateRequest], draft: Path | None, settings: SpeculateSettings
+    *,
+    head: str,
+    prompt_set: str,
+    engine: Engine,
+    requests: Sequence[SpeculateRequest],
+    draft: Path | None,
+    settings: SpeculateSettings,
+    baseline: Baseline | None = None,
 ) -> Measurement:
-    """Greedy decoding with and without drafts on the same prompts, compared token for token."""
+    """Greedy decoding with and without drafts on the same prompts, compared token for token; ``baseline``: the latter, where it is done."""
     acceptance = engine.speculate(requests, draft, settings)
-    baseline = engine.baseline(requests, settings)
+    if baseline is None:
+        baseline = engine.baseline(requests, settings)
     identity = _identity(engine, requests, acceptance, baseline)
     return Measurement(head=head, prompt_set=prompt_set, acceptance=acceptance, plain=_plain(baseline), identity=identity)
 

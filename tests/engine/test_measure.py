@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from mtp_train.acceptance.report_data import Measurement
 from mtp_train.decoding.chain import Chain
 from mtp_train.decoding.prompt_lookup import PromptLookup
 from mtp_train.engine.base import Baseline, SpeculateRequest, SpeculateSettings
+from mtp_train.engine.certificate import GreedyTexts
 from mtp_train.engine.hf import HfEngine
 from mtp_train.engine.measure import Pieces, decode, estimate_from_answers, prove_identity, requests_of, speculate_settings
 from mtp_train.records import Acceptance, Prompt
@@ -235,6 +236,25 @@ def test_identity_holds_for_the_engine_and_fails_for_a_faulty_one(engine: HfEngi
         (difference,) = (item for item in false.differences if item.prompt_id == "r0")
         assert (difference.index, difference.plain_token, difference.speculated_token) == (index, *tokens)
         assert difference.logit_gap == pytest.approx(engine.logit_gap(requests[0].token_ids + plain[:index])) and not difference.is_tie
+
+
+def test_texts_of_several_schemes_are_held_against_one_plain_decoding(
+    engine: HfEngine, requests: list[SpeculateRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[int] = []
+    plainly = engine.baseline
+
+    def counted(requests: Sequence[SpeculateRequest], settings: SpeculateSettings) -> Baseline:
+        decoded.append(len(requests))
+        return plainly(requests, settings)
+
+    monkeypatch.setattr(engine, "baseline", counted)
+    texts = GreedyTexts(engine=engine, prompt_set="project", requests=requests[:2], max_new_tokens=8)
+    schemes = CHAIN, PromptLookup(num_speculative_tokens=2, max_ngram=3, min_ngram=1)
+    one, other = (texts.compare(scheme, head="head", draft=Path("unused")) for scheme in schemes)
+    assert decoded == [2]
+    assert (one.decoding, other.decoding) == ("chain", "prompt_lookup")
+    assert one.identity.holds and other.identity.holds and one.identity.num_tokens == other.identity.num_tokens > 0
 
 
 def test_drafts_that_are_not_drawn_are_not_asked_to_be(capsys: pytest.CaptureFixture[str]) -> None:
