@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 _HELP = """{purpose}
@@ -105,6 +105,11 @@ def group_hint(name: str, key: str) -> str:
 def remember(words: Sequence[str]) -> None:
     """Keep what was typed, for ``typed`` and ``next_command``."""
     _typed[:] = words
+
+
+def no_run_hint(key: str, known: Collection[str]) -> str:
+    """For ``run=`` given to what works on no run; else empty."""
+    return "it works on no run: leave it out; " if key == "run" and "runs" not in known else ""
 
 
 def typed(*keys: str) -> list[str]:

@@ -13,7 +13,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtp_train.commandline import as_text, check_words, conf_dir, group_hint, help_text, remember, with_settings
+from mtp_train.commandline import as_text, check_words, conf_dir, group_hint, help_text, no_run_hint, remember, with_settings
 from mtp_train.faults import telling
 from mtp_train.orphan import end_with_parent
 from mtp_train.run import Run, check_name, check_target, open_run, record
@@ -96,8 +96,7 @@ def _refusal(name: str, error: Exception, kinds: Mapping[str, Any]) -> str:
         known = dict(leaves(_defaults(name))).keys() | {
             f"{path.parent.name}.{own}" for path in conf_dir().glob("*/*.yaml") for own in map(str, OmegaConf.load(path))
         }
-        hint = "it works on no run: leave it out; " if key == "run" and "runs" not in known else ""
-        hint = hint or group_hint(name, key) or nearest(key, sorted(known))
+        hint = no_run_hint(key, known) or group_hint(name, key) or nearest(key, sorted(known))
         return f"{key}: expected a setting of {name}, found none of that name; {hint}python -m mtp_train.{name} --help lists them"
     hint = "".join(nearest(word, known_words(group)) for group, word in re.findall(r"Could not find '(\w+)/([^']+)'", said))
     why = f": {str(cause).splitlines()[0]}" if cause is not None and str(cause) else ""

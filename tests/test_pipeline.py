@@ -371,7 +371,8 @@ def test_a_signal_outside_of_trainings_steps_ends_it_with_its_status(finished: R
         ("mtp_train.trainer.loop:Trainer.__init__", signal.SIGTERM, 143, {}),
         ("mtp_train.trainer.loop:Trainer._finish", signal.SIGUSR1, 75, {}),
     ):
-        job = shell.start("mtp_train.train", words, stop=(where, 1), **told)
+        own = finished.words("train", "name=apart", "packs_per_step=2") if told else words
+        job = shell.start("mtp_train.train", own, stop=(where, 1), **told)
         shell.until_stopped(job)
         if told:
             os.kill(job.pid, signal.SIGCONT)
