@@ -25,6 +25,10 @@ _ATTEMPTS, _PAUSE_S = 4, 1.0
 # Shards fetched at once, ahead of their use.
 _FETCHES = 4
 
+# Bytes that room has been made for, by the place of the shard that arrives there: of all caches of this process, which may share a folder.
+_arriving: dict[Path, int] = {}
+_making_room = threading.Lock()
+
 
 class RemoteCache(CacheReader):
     """A cache behind ``url``; of its shards, and of those of other caches that use ``folder``, at most ``max_bytes`` lie there.
@@ -41,7 +45,6 @@ class RemoteCache(CacheReader):
         self._files, self._root = _file_system(self.url)
         self._room, self._fetching = threading.Lock(), dict[int, Future[None]]()
         self._announced: set[int] = set()
-        self._arriving: dict[int, int] = {}  # bytes that room has been made for, by shard
         self._whole: set[int] = set()  # hashed by this process since they were fetched
         self._pool = ThreadPoolExecutor(max_workers=_FETCHES, thread_name_prefix="fetch")
         self._local.mkdir(parents=True, exist_ok=True)
@@ -85,7 +88,7 @@ class RemoteCache(CacheReader):
             self._announced = set(announced)
             missing = [index for index in announced if index not in self._fetching and not self._path(index).exists()]
             for index in missing[: max(0, 2 * _FETCHES - len(self._fetching))]:
-                self._fetching[index] = self._pool.submit(self._fetch_shard, index)
+                self._fetching[index] = self._pool.submit(self._fetch_ahead, index)
 
     def done(self) -> None:
         """Stop fetching ahead; harmless when repeated."""
@@ -129,14 +132,28 @@ class RemoteCache(CacheReader):
             self._fetch_shard(index)
         self._whole.add(index)
 
-    def _fetch_shard(self, index: int) -> None:
+    def _fetch_ahead(self, index: int) -> None:
+        """Fetch a shard before it is needed; where what arrives meanwhile leaves no room for it, it is fetched when it is."""
         info = self.manifest.shards[index]
-        self._make_room(index)
+        with _making_room:
+            has_room = sum(self._all_arriving().values()) + info.num_bytes <= self._max_bytes
+            if has_room:
+                self._make_room(index)
+        if has_room:
+            self._fetch_shard(index)
+            return
+        with self._room:
+            self._fetching.pop(index, None)
+
+    def _fetch_shard(self, index: int) -> None:
+        info, path = self.manifest.shards[index], self._path(index)
+        with _making_room:
+            self._make_room(index)
         try:
             self._fetch(info.name, info)
         finally:
-            with self._room:
-                self._arriving.pop(index, None)
+            with _making_room:
+                _arriving.pop(path, None)
         with self._room:
             self._whole.add(index)
             if (fetching := self._fetching.get(index)) is not None and fetching.running():
@@ -145,27 +162,30 @@ class RemoteCache(CacheReader):
     def _path(self, index: int) -> Path:
         return shard_path(self._local, self.manifest.shards[index].name)
 
+    def _all_arriving(self) -> dict[Path, int]:
+        return {path: num_bytes for path, num_bytes in _arriving.items() if path.is_relative_to(self._folder)}
+
     def _make_room(self, index: int) -> None:
         """Delete shards, of any cache, until this one stays within the limit, with those that arrive meanwhile."""
         with self._room:
             kept = {self._path(announced) for announced in self._announced}
-            self._arriving[index] = self.manifest.shards[index].num_bytes
-            counted = {self._path(arriving).name for arriving in self._arriving}  # whole, however much of them is there
-            found = []
-            for path in self._folder.glob("*/*shard-*"):
-                if path.parent == self._local and (path.name in counted or f".{os.getpid()}-" in path.name):
-                    continue
-                try:
-                    found.append((path, path.stat()))
-                except FileNotFoundError:
-                    continue
-            total = sum(self._arriving.values()) + sum(stat.st_size for _, stat in found)
-            for path, stat in sorted(found, key=lambda entry: (entry[0] in kept, entry[1].st_mtime_ns)):
-                if total <= self._max_bytes:
-                    break
-                if path.suffix == ".safetensors":
-                    path.unlink(missing_ok=True)
-                    total -= stat.st_size
+        _arriving[self._path(index)] = self.manifest.shards[index].num_bytes
+        arriving = self._all_arriving()  # counted whole, however much of them is there
+        found = []
+        for path in self._folder.glob("*/*shard-*"):
+            if path in arriving or f".{os.getpid()}-" in path.name:
+                continue
+            try:
+                found.append((path, path.stat()))
+            except FileNotFoundError:
+                continue
+        total = sum(arriving.values()) + sum(stat.st_size for _, stat in found)
+        for path, stat in sorted(found, key=lambda entry: (entry[0] in kept, entry[1].st_mtime_ns)):
+            if total <= self._max_bytes:
+                break
+            if path.suffix == ".safetensors":
+                path.unlink(missing_ok=True)
+                total -= stat.st_size
 
     def _fetch(self, name: str, info: ShardInfo | None) -> None:
         """Copy one file into the folder; a shard must be what the manifest says."""

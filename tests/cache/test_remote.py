@@ -110,6 +110,35 @@ def test_shards_that_are_fetched_at_once_keep_within_the_limit_together(
     assert held_bytes(tmp_path / "fetched") <= limit
 
 
+def test_two_caches_of_one_process_count_what_arrives_for_either(
+    tmp_path: Path, local: CacheReader, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one fetches ahead holds room that the other may not take ahead too; what is needed now is had all the same."""
+    folder, limit = tmp_path / "fetched", 3 * largest(local)
+    one, two = (RemoteCache(address, folder=folder, max_bytes=limit) for address in (url, url.replace("memory:/", "memory://")))
+    assert one._local != two._local
+    arriving, go_on, plain = threading.Semaphore(0), threading.Event(), type(one._files).get_file
+
+    def slow(self: Any, source: str, to: str) -> None:
+        arriving.release()
+        assert go_on.wait(60)
+        plain(self, source, to)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(one._files), "get_file", slow)
+        one.expect([5, 6, 7])
+        for _ in range(3):
+            assert arriving.acquire(timeout=60)
+        two.expect([1, 2, 3])
+        two._pool.shutdown(wait=True)  # none of them was begun
+        assert not two._fetching and not any(two._path(index).exists() for index in (1, 2, 3))
+        go_on.set()
+        one._pool.shutdown(wait=True)
+    assert all(one._path(index).exists() for index in (5, 6, 7))
+    assert same(two[local.shards.index(1)], local[local.shards.index(1)])
+    assert held_bytes(folder) <= limit and not module._arriving
+
+
 def test_a_second_process_finds_what_the_first_fetched_and_checks_it(
     tmp_path: Path, local: CacheReader, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
