@@ -23,7 +23,7 @@ from mtp_train.engine.base import (
     StepTimes,
 )
 from mtp_train.engine.hf_costs import time_steps
-from mtp_train.engine.hf_generate import generate
+from mtp_train.engine.hf_generate import generate, watched
 from mtp_train.engine.hf_model import DTYPES, TargetModel, choose_device
 from mtp_train.engine.hf_prefill import prefill
 from mtp_train.engine.hf_speculate import Measured, Speculation, merge
@@ -91,23 +91,26 @@ class HfEngine(Engine):
         return str(self._device)
 
     def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> Iterator[Generated]:
-        return self._generate(requests, sampling, batch_size=self.batch_size, ignore_eos=False)
+        return self._generate(requests, sampling, batch_size=self.batch_size, ignore_eos=False, desc=f"write, {self.dtype}")
 
     def _generate(
-        self, requests: Sequence[GenerateRequest], sampling: Sampling, *, batch_size: int, ignore_eos: bool
+        self, requests: Sequence[GenerateRequest], sampling: Sampling, *, batch_size: int, ignore_eos: bool, desc: str
     ) -> Iterator[Generated]:
         needs = [len(request.token_ids) + min(request.max_new_tokens, sampling.max_new_tokens) for request in requests]
-        if needs:  # else nothing is decoded, and the target need not be loaded
-            self.target.check_length(max(needs))
-        for group in by_room(requests, needs, batch_size=batch_size, max_cache_tokens=self.max_cache_tokens):
-            yield from generate(
-                self.target,
-                group.requests,
-                sampling,
-                batch_size=group.num_slots,
-                max_prefill_tokens=self.max_prefill_tokens,
-                ignore_eos=ignore_eos,
-            )
+        if not needs:
+            return  # the target need not be loaded
+        self.target.check_length(max(needs))
+        with watched(requests, sampling, desc=desc) as watch:
+            for group in by_room(requests, needs, batch_size=batch_size, max_cache_tokens=self.max_cache_tokens):
+                yield from generate(
+                    self.target,
+                    group.requests,
+                    sampling,
+                    batch_size=group.num_slots,
+                    max_prefill_tokens=self.max_prefill_tokens,
+                    ignore_eos=ignore_eos,
+                    watch=watch,
+                )
 
     def prefill(self, responses: Iterable[Response], settings: PrefillSettings) -> Iterator[Sample]:
         return prefill(self.target, responses, settings, max_prefill_tokens=self.max_prefill_tokens)
@@ -166,9 +169,14 @@ class HfEngine(Engine):
         started = time.perf_counter()
         limit = settings.sampling.max_new_tokens
         asked = [GenerateRequest(request_id=r.prompt_id, token_ids=r.token_ids, max_new_tokens=limit) for r in requests]
-        answers = self._generate(asked, settings.sampling, batch_size=settings.batch_size, ignore_eos=settings.ignore_eos)
-        with progress(answers, desc=f"decode without drafts, {self.dtype}", unit="prompt", total=len(requests)) as bar:
-            token_ids = {answer.request_id: answer.token_ids for answer in bar}
+        answers = self._generate(
+            asked,
+            settings.sampling,
+            batch_size=settings.batch_size,
+            ignore_eos=settings.ignore_eos,
+            desc=f"decode without drafts, {self.dtype}",
+        )
+        token_ids = {answer.request_id: answer.token_ids for answer in answers}
         wall_s = time.perf_counter() - started
         return Baseline(token_ids={request.prompt_id: token_ids[request.prompt_id] for request in requests}, wall_s=wall_s)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +14,10 @@ from mtp_train.acceptance.verify import check_finite, draw, probabilities, reque
 from mtp_train.engine.base import Generated, GenerateRequest, Sampling
 from mtp_train.engine.hf_model import TargetModel
 from mtp_train.nn.ragged import RaggedAttention, RaggedCache
+from mtp_train.runtime import progress
+
+# Told of each forward: prompt tokens read, tokens written, and tokens that answers which ended had still been allowed.
+Watch = Callable[[int, int, int], None]
 
 
 @dataclass(kw_only=True)
@@ -67,6 +72,7 @@ def generate(
     batch_size: int,
     max_prefill_tokens: int,
     ignore_eos: bool = False,
+    watch: Watch = lambda read, written, spared: None,
 ) -> Iterator[Generated]:
     """Continue every request, at most ``batch_size`` at a time; yields each as it ends."""
     stop_ids = frozenset() if ignore_eos else target.stop_ids
@@ -86,6 +92,7 @@ def generate(
         hidden_TD = target.forward(torch.tensor(token_ids, device=target.device), context.positions(target.device), context)
         context.commit()
 
+        num_read = sum(share for _, sequence, share in active if not sequence.new_tokens)
         ready, rows, row = [], [], -1
         for slot, sequence, share in active:
             row += share
@@ -94,17 +101,43 @@ def generate(
                 ready.append((slot, sequence))
                 rows.append(row)
         if not ready:
+            watch(num_read, 0, 0)
             continue
         logits_MV = target.logits(hidden_TD[torch.tensor(rows, device=target.device)])
         check_finite(logits_MV, of="target")
         tokens = choose(logits_MV, [sequence.generator for _, sequence in ready], temperature=sampling.temperature, top_p=sampling.top_p)
+        ended: list[Generated] = []
+        num_spared = 0
         for (slot, sequence), token in zip(ready, tokens, strict=True):
             _, reason = keep([token], remaining=sequence.limit - len(sequence.new_tokens), stop_ids=stop_ids)
             sequence.new_tokens.append(token)
             sequence.pending.append(token)
             if reason is not None:
                 del running[slot]
-                yield Generated(request_id=sequence.request.request_id, token_ids=tuple(sequence.new_tokens), finish_reason=reason)
+                num_spared += sequence.limit - len(sequence.new_tokens)
+                written = tuple(sequence.new_tokens)
+                ended.append(Generated(request_id=sequence.request.request_id, token_ids=written, finish_reason=reason))
+        watch(num_read, len(ready), num_spared)
+        yield from ended
+
+
+@contextmanager
+def watched(requests: Sequence[GenerateRequest], sampling: Sampling, *, desc: str) -> Iterator[Watch]:
+    """A bar over the tokens that these requests may be answered with, which are fewer with every answer that ends early; before
+    the first is written it says how much of the prompts is read."""
+    num_prompt_tokens, num_read = sum(len(request.token_ids) for request in requests), 0
+    most = sum(min(request.max_new_tokens, sampling.max_new_tokens) for request in requests)
+    with progress(desc=desc, unit="tok", total=most) as bar:
+
+        def watch(read: int, written: int, spared: int) -> None:
+            nonlocal num_read
+            num_read += read
+            bar.total -= spared
+            if read:
+                bar.set_postfix_str(f"prompts read: {num_read / num_prompt_tokens:.0%}", refresh=False)
+            bar.update(written)
+
+        yield watch
 
 
 def _start(request: GenerateRequest, sampling: Sampling, *, num_rows: int) -> _Sequence:

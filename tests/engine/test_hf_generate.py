@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mtp_train.engine.base import GenerateRequest, Sampling
-from mtp_train.engine.hf_generate import share_rows
+from mtp_train.engine.hf_generate import generate, share_rows, watched
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=40, seed=0)
 DRAWN = Sampling(temperature=0.8, top_p=0.9, max_new_tokens=25, seed=3)
@@ -109,3 +109,28 @@ def test_a_requests_own_limit_holds_beside_the_samplings(tiny_target, make_engin
 
 def test_no_requests_no_answers(tiny_target, make_engine):
     assert list(make_engine(tiny_target).generate([], GREEDY)) == []
+
+
+def test_the_watch_hears_of_every_token(tiny_target, make_engine, prompts, capsys):
+    """Prompts are read once, in pieces too; what is written and what answers that ended early left over is all that was allowed."""
+    heard, requests = [], _requests(prompts)
+    written = list(
+        generate(
+            make_engine(tiny_target).target,
+            requests,
+            GREEDY,
+            batch_size=1,
+            max_prefill_tokens=4,
+            watch=lambda *counts: heard.append(counts),
+        )
+    )
+    read, new, spared = (sum(column) for column in zip(*heard, strict=True))
+    assert read == sum(map(len, prompts)) and new == sum(len(answer.token_ids) for answer in written)
+    assert new + spared == 40 * len(prompts) and spared > 0
+    assert any(read and not new for read, new, _ in heard)  # the bar moves before anything is written
+
+    with watched(requests, GREEDY, desc="write, float32") as watch:
+        for counts in heard:
+            watch(*counts)
+    said = capsys.readouterr().err
+    assert f"{new}/{new}" in said and "prompts read: 100%" in said
