@@ -95,7 +95,7 @@ print(resolve_target(load_word("target", "smollm2_135m")))'
 shared regenerate
 shared precompute
 each_head train
-each_head evaluate
+each_head evaluate >/dev/null # each prints the tables of all; they stand at the end
 each_head export
 if [ "$engine" = vllm ]; then each_head export exporter=vllm; fi
 title "done"

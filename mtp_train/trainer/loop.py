@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import time
@@ -188,7 +189,9 @@ class Trainer:
                         "tokens_per_s": speed,
                     }
                 )
-                bar.set_postfix(loss=f"{line['loss']:.4f}", agreement=f"{line['agreement'][0]:.3f}", tok_s=f"{speed:.0f}", refresh=False)
+                known = math.isfinite(line["agreement"][0])  # a loss over drawn tokens alone sees no argmax
+                agreement = {"agreement": f"{line['agreement'][0]:.3f}"} if known else {}
+                bar.set_postfix(loss=f"{line['loss']:.4f}", **agreement, tok_s=f"{speed:.0f}", refresh=False)
                 self._summary, self._window_tokens, began_s = self._new_summary(), 0, now_s
             bar.update(1)
             improved, measures = False, self._on_validate is not None and (last or _due(done, settings.measure_every))
