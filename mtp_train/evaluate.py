@@ -15,20 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from mtp_train.commandline import next_command
 from mtp_train.lock import alone
+from mtp_train.opening import OpenTarget, head_loader, open_run_target
 from mtp_train.runtime import is_main, log
-from mtp_train.stage import (
-    OpenTarget,
-    build,
-    call,
-    check_name,
-    conf_dir,
-    head_loader,
-    load_word,
-    open_run_target,
-    plain,
-    stage,
-    start,
-)
+from mtp_train.stage import build, call, check_name, conf_dir, load_word, plain, stage, start
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

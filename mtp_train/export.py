@@ -9,8 +9,9 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtp_train.opening import open_run_target
 from mtp_train.runtime import is_main, log
-from mtp_train.stage import build, check_name, open_run_target, stage
+from mtp_train.stage import build, check_name, stage
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

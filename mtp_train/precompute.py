@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_train.commandline import next_command
+from mtp_train.opening import OpenTarget, open_run_target
 from mtp_train.runtime import is_main, log, progress, read_object
-from mtp_train.stage import OpenTarget, build, call, open_run_target, record, stage, start
+from mtp_train.stage import build, call, record, stage, start
 from mtp_train.typed import fit
 
 if TYPE_CHECKING:

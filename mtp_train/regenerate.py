@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mtp_train.commandline import next_command
+from mtp_train.opening import open_run_target
 from mtp_train.runtime import barrier, is_main, log, progress, rank, world_size
-from mtp_train.stage import build, call, open_run_target, record, stage, start
+from mtp_train.stage import build, call, record, stage, start
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

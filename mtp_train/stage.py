@@ -8,7 +8,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,17 +15,12 @@ from typing import TYPE_CHECKING, Any
 from mtp_train.commandline import as_text, check_words, conf_dir, group_hint, help_text, no_run_hint, remember, with_settings
 from mtp_train.faults import telling
 from mtp_train.orphan import end_with_parent
-from mtp_train.run import Run, check_name, check_target, open_run, record
+from mtp_train.run import Run, check_name, open_run, record
 from mtp_train.runtime import log
 from mtp_train.typed import arguments, check_like, fit, leaves, nearest
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
-    from mtp_train.head.base import Head
-    from mtp_train.prompt.template import ChatTemplate
-    from mtp_train.target.spec import TargetSpec
-    from mtp_train.target.weights import SharedWeights
 
 _WORD = re.compile(r"[a-z0-9_]+")
 _CLASS = re.compile(r"mtp_train(\.[a-z0-9_]+)+\.[A-Z][A-Za-z0-9]*")
@@ -160,12 +154,12 @@ def build(node: Any, *, where: str | None = None, **extra: Any) -> Any:
     where the node names no such class, or its keys or their types are not those of the class.
     """
     settings = plain(node)
-    found = _class(settings.get("_target_") if isinstance(settings, dict) else None)
+    found = class_of(settings.get("_target_") if isinstance(settings, dict) else None)
     settings = {key: value for key, value in settings.items() if key != "_target_"}
     return call(found, settings, where=where or found.__module__.split(".")[1], **extra)
 
 
-def _class(target: Any) -> type:
+def class_of(target: Any) -> type:
     """The class that a dotted path names. ValueError unless a module of this package defines it."""
     module_name, _, name = str(target).rpartition(".")
     found = None
@@ -225,83 +219,6 @@ def load_word(group: str, word: str, *changed: str) -> dict[str, Any]:
     except ValueError as fault:
         raise ValueError(f"{group} {word}: {fault}") from None
     return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenTarget:
-    """The target that the settings name: its folder, what it is, and how conversations become its tokens."""
-
-    path: Path
-    spec: TargetSpec
-    template: ChatTemplate
-    trust_remote_code: bool
-
-    def length_limit(self, asked: int) -> int:
-        """The longest sequence in tokens: what is asked for, or what the target has positions for, which is said."""
-        if asked > self.spec.max_positions:
-            log(f"max_length_tokens: {asked} asked for, {self.spec.max_positions} taken: {self.spec.name} has positions for no more")
-        return min(asked, self.spec.max_positions)
-
-    def identity(self) -> dict[str, str]:
-        """What an artefact made from this target states, and a consumer compares."""
-        return {
-            "target_name": self.spec.name,
-            "target_fingerprint": self.spec.fingerprint,
-            "tokenizer_hash": self.template.tokenizer_sha256,
-            "template_hash": self.template.template_sha256,
-        }
-
-
-def open_target(node: DictConfig) -> OpenTarget:
-    """Fetch or find the target, read its sizes and its chat template; the weights are not loaded."""
-    from mtp_train.prompt.template import ChatTemplate
-    from mtp_train.prompt.tokenizer import load_tokenizer
-    from mtp_train.target.resolve import resolve_target
-    from mtp_train.target.spec import read_spec
-
-    kinds: dict[str, Any] = {"trust_remote_code": bool, "sizes": dict | None}
-    settings = {key: fit(kinds.get(key, str), value, f"target.{key}") for key, value in plain(node).items()}
-    path, code = resolve_target(settings), settings["trust_remote_code"]
-    template = ChatTemplate(tokenizer=load_tokenizer(path, trust_remote_code=code))
-    return OpenTarget(path=path, spec=read_spec(path, name=settings["name"]), template=template, trust_remote_code=code)
-
-
-def open_run_target(cfg: DictConfig) -> OpenTarget:
-    """The target that a stage's settings name. ValueError where it writes into a run (``cfg.run``) of another one."""
-    target = open_target(cfg.target)
-    check_target(Path(cfg.run), Path(cfg.out), target.identity())
-    return target
-
-
-def build_head(word: str, settings: dict[str, Any], *, target: OpenTarget, shared: SharedWeights) -> Head:
-    """Build the head that a checkpoint or the command line names, over the target's shared weights."""
-    found = _class(load_word("head", word)["_target_"])
-    head: Head = call(
-        found, settings, where=f"head {word}", target_path=target.path, shared=shared, trust_remote_code=target.trust_remote_code
-    )
-    return head
-
-
-def head_loader(target: OpenTarget) -> Callable[[Path, SharedWeights], Head]:
-    """A function that rebuilds a trained head from its checkpoint; it refuses a head of another target."""
-
-    def load(path: Path, shared: SharedWeights) -> Head:
-        from mtp_train.checkpoint import check_head, check_states, read_head_config, read_head_tensors
-
-        config = read_head_config(path)
-        check_head(config, target.identity(), where=path)
-        head = build_head(config["head"], config["settings"], target=target, shared=shared)
-        expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-        tensors = read_head_tensors(path)
-        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if odd := sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)):
-            named = ", ".join(f"{name} {expected.get(name, 'absent')}, found {found.get(name, 'none')}" for name in odd[:3])
-            raise ValueError(f"{path}: expected the tensors that its settings in head.json call for ({named}); train the head anew")
-        head.load_state_dict(tensors)
-        check_states(path, stated=config, found=head.draft_config())
-        return head
-
-    return load
 
 
 def start(cfg: DictConfig, *, stage_name: str, record_now: bool = True, shared: bool = False) -> Run:

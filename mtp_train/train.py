@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_train.commandline import next_command
+from mtp_train.opening import OpenTarget, head_loader, open_run_target
 from mtp_train.runtime import barrier, is_main, log, world_size
-from mtp_train.stage import OpenTarget, Run, build, call, head_loader, load_word, open_run_target, plain, record, stage, start
+from mtp_train.stage import Run, build, call, load_word, plain, record, stage, start
 from mtp_train.trainer.stop import EndAtOnce, note_in
 from mtp_train.typed import fit
 

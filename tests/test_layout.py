@@ -31,6 +31,7 @@ ORDER = (
     ("planning", "ablation"),
     ("advising",),
     ("stage",),
+    ("opening",),
     VERBS,
     ("__main__",),
 )

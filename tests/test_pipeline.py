@@ -789,7 +789,8 @@ def test_the_estimate_s_head_is_where_the_engine_is(finished: Run, monkeypatch: 
 
     from mtp_train import evaluate
     from mtp_train.engine.hf import HfEngine
-    from mtp_train.stage import head_loader, load_word, open_target
+    from mtp_train.opening import head_loader, open_target
+    from mtp_train.stage import load_word
     from mtp_train.target.weights import read_shared
 
     named = {"name": "tiny", "kind": "path", "path": str(finished.target), "trust_remote_code": False}

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from mtp_train import stage
-from mtp_train.stage import build, build_head, call, check_name, conf_dir, load_word, plain
+from mtp_train.opening import OpenTarget, build_head
+from mtp_train.stage import build, call, check_name, conf_dir, load_word, plain
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "vllm", "matplotlib")
@@ -329,7 +330,7 @@ def test_settings_read_from_a_checkpoint_cannot_name_code(tmp_path: Path) -> Non
     touched = tmp_path / "touched"
     call_touch = {"_target_": "pathlib.Path.touch", "self": {"_target_": "pathlib.Path", "_args_": [str(touched)]}}
     usual = {key: value for key, value in load_word("head", "mtp").items() if key != "_target_"}
-    opened = stage.OpenTarget(path=tmp_path, spec=None, template=None, trust_remote_code=False)  # type: ignore[arg-type]
+    opened = OpenTarget(path=tmp_path, spec=None, template=None, trust_remote_code=False)  # type: ignore[arg-type]
     for settings in ({**usual, "norms": call_touch}, {**usual, "seed": [call_touch]}, {**usual, **call_touch}):
         with pytest.raises(ValueError, match=r"head mtp: .*names code"):
             build_head("mtp", settings, target=opened, shared=None)  # type: ignore[arg-type]
@@ -353,7 +354,7 @@ def test_every_word_of_a_code_group_names_its_class(group: str) -> None:
 
     for path in sorted((conf_dir() / group).glob("*.yaml")):
         target = yaml.safe_load(path.read_text(encoding="utf-8"))["_target_"]
-        assert stage._class(target).__module__ == f"mtp_train.{group}.{path.stem}"
+        assert stage.class_of(target).__module__ == f"mtp_train.{group}.{path.stem}"
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "a b", "a\n"])

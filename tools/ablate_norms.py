@@ -19,6 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mtp_train.opening import add_target_option
+
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -26,7 +28,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--heldout", type=Path, required=True, help="a run whose cache/ holds greedy answers to held-out prompts")
     parser.add_argument("--max-new-tokens", type=int, required=True, help="the limit under which the held-out answers were generated")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--target-word", default="smollm2_135m", help="of conf/target")
+    add_target_option(parser)
     parser.add_argument("--mixtures", nargs="+", default=None, help="default: none, each norm alone, all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--num-channels", type=int, default=4, help="outlier channels; 0: leave that target out")
@@ -52,21 +54,18 @@ def main() -> int:
 
 def ablate(arguments: argparse.Namespace) -> Path:
     """Make what is missing, train, measure, write the page; its path."""
-    from omegaconf import OmegaConf
-
     from mtp_train.ablation.grid import MIXTURES, Place, cells, keep_settings, train_all
     from mtp_train.ablation.measure import measure
     from mtp_train.ablation.page import write_page
     from mtp_train.cache.reader import CacheReader
     from mtp_train.engine.hf_model import choose_device
-    from mtp_train.stage import head_loader, load_word, open_target
+    from mtp_train.opening import as_settings, head_loader, open_named_target
     from mtp_train.target.weights import read_shared
 
-    stated = ("run", "heldout", "target_word", "max_new_tokens", "num_channels", "factor", "num_speculative_tokens", "settings")
+    stated = ("run", "heldout", "target", "max_new_tokens", "num_channels", "factor", "num_speculative_tokens", "settings")
     keep_settings(arguments.out, {key: json.loads(json.dumps(getattr(arguments, key), default=str)) for key in stated})
-    node = load_word("target", arguments.target_word)
-    target = open_target(OmegaConf.create(node))
-    places = {"real": Place(words=(f"target={arguments.target_word}",), cache=arguments.run / "cache")}
+    target = open_named_target(arguments.target)
+    places = {"real": Place(words=tuple(as_settings(arguments.target)), cache=arguments.run / "cache")}
     opened, heldout = {"real": target}, {"real": CacheReader(arguments.heldout / "cache", verify="first_read")}
     if arguments.num_channels:
         opened["outliers"], places["outliers"], heldout["outliers"] = with_outliers(arguments, target)
@@ -107,19 +106,17 @@ def ablate(arguments: argparse.Namespace) -> Path:
 
 def with_outliers(arguments: argparse.Namespace, target: Any) -> tuple[Any, Any, Any]:
     """The scaled target, opened; where to train on it; its held-out cache."""
-    from omegaconf import OmegaConf
-
     from mtp_train.ablation.grid import Place
     from mtp_train.cache.reader import CacheReader
     from mtp_train.cache.recode import rewrite
-    from mtp_train.stage import open_target
+    from mtp_train.opening import open_target
     from mtp_train.target.outliers import Outliers, spread_channels, write_outlier_target
 
     channels = spread_channels(target.spec.hidden_size, count=arguments.num_channels)
     outliers = Outliers(channels=channels, factor=arguments.factor)
     path = write_outlier_target(target.path, arguments.out / "target", outliers=outliers)
     node = {"name": f"{target.spec.name}_outliers", "kind": "path", "path": str(path), "trust_remote_code": target.trust_remote_code}
-    opened = open_target(OmegaConf.create(node))
+    opened = open_target(node)
     for source, name in ((arguments.run, "cache"), (arguments.heldout, "heldout")):
         reader = CacheReader(source / "cache", verify="first_read")
         identity = replace(reader.identity, **opened.identity())

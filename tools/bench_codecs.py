@@ -18,6 +18,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from mtp_train.cache.reader import CacheReader
 from mtp_train.cache.recode import recode
 from mtp_train.engine.conformance import Gap
 from mtp_train.faults import telling
+from mtp_train.opening import add_target_option, open_named_target
 from mtp_train.runtime import atomic_write_json, atomic_write_text, provenance
 from mtp_train.trainer.random_cache import RandomTarget, RandomText, write_random_cache
 
@@ -45,13 +47,10 @@ def random_cache(folder: Path, *, num_samples: int) -> tuple[CacheReader, torch.
     return CacheReader(folder, verify="none"), target.shared(seed=0).lm_head_VD
 
 
-def real_cache(folder: Path, target_word: str) -> tuple[CacheReader, torch.Tensor]:
-    from omegaconf import OmegaConf
-
-    from mtp_train.stage import load_word, open_target
+def real_cache(folder: Path, target: Sequence[str]) -> tuple[CacheReader, torch.Tensor]:
     from mtp_train.target.weights import read_shared
 
-    return CacheReader(folder, verify="none"), read_shared(open_target(OmegaConf.create(load_word("target", target_word))).path).lm_head_VD
+    return CacheReader(folder, verify="none"), read_shared(open_named_target(target).path).lm_head_VD
 
 
 def read_all(reader: CacheReader) -> float:
@@ -116,7 +115,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, help="a finished cache in bf16 or float32; none: random states")
-    parser.add_argument("--target", default="smollm2_135m", help="the cache's target, of conf/target")
+    add_target_option(parser)
     parser.add_argument("--out", type=Path, help="where the caches are kept, one folder per codec; none: not kept")
     parser.add_argument("--codecs", nargs="+", default=["bf16", "int8", "fp8"], choices=sorted(CODECS))
     parser.add_argument("--samples", type=int, default=64, help="random samples, without --cache")

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 from torch.nn import functional
 
@@ -29,9 +28,10 @@ from mtp_train.engine.base import Sampling, SpeculateRequest, SpeculateSettings
 from mtp_train.engine.hf import HfEngine
 from mtp_train.engine.hf_speculate import Speculation, _Piece
 from mtp_train.faults import telling
+from mtp_train.opening import add_target_option, head_loader, open_named_target
 from mtp_train.prompt.responses import read_responses
 from mtp_train.runtime import atomic_write_json, atomic_write_text, provenance
-from mtp_train.stage import build, head_loader, load_word, open_target
+from mtp_train.stage import build, load_word
 
 
 class DrawnPrompt(Speculation):
@@ -202,7 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="a run with responses and a trained head")
     parser.add_argument("--name", default="mtp", help="the head's folder in RUN/checkpoint")
-    parser.add_argument("--target", default="smollm2_135m", help="of conf/target")
+    add_target_option(parser)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--num-speculative-tokens", type=int, default=5)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     words = parser.parse_args()
     torch.set_num_threads(1)
-    target = open_target(OmegaConf.create(load_word("target", words.target)))
+    target = open_named_target(words.target)
     engine = build(
         {**load_word("engine", "hf"), "dtype": words.dtype, "max_cache_tokens": 64 * 16384},
         target_path=target.path,

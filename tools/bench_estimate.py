@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from mtp_train.acceptance.estimate import answers
 from mtp_train.acceptance.interval import Interval, paired_difference, rates_and_length
@@ -24,9 +23,10 @@ from mtp_train.decoding.chain import Chain
 from mtp_train.engine.base import Sampling, SpeculateRequest, SpeculateSettings
 from mtp_train.engine.estimate_from_cache import estimate
 from mtp_train.faults import telling
+from mtp_train.opening import add_target_option, head_loader, open_named_target
 from mtp_train.records import Sample
 from mtp_train.runtime import atomic_write_json, atomic_write_text, provenance
-from mtp_train.stage import build, head_loader, load_word, open_target
+from mtp_train.stage import build, load_word
 from mtp_train.trainer.data import split
 
 
@@ -34,7 +34,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="a run with a cache of greedy answers and a trained head")
     parser.add_argument("--name", default="mtp", help="the head's folder in RUN/checkpoint")
-    parser.add_argument("--target", default="smollm2_135m", help="of conf/target")
+    add_target_option(parser)
     parser.add_argument("--fraction", type=float, default=0.05, help="validation.fraction of the training")
     parser.add_argument("--samples", type=int, default=16, help="held-out answers of one turn each")
     parser.add_argument("--num-speculative-tokens", type=int, default=5)
@@ -57,7 +57,7 @@ def shown(interval: Interval) -> str:
 
 
 def measure(words: argparse.Namespace) -> dict[str, Any]:
-    target = open_target(OmegaConf.create(load_word("target", words.target)))
+    target = open_named_target(words.target)
     engine = build(
         {**load_word("engine", "hf"), "dtype": words.dtype},
         target_path=target.path,

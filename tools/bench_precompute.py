@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from mtp_train.cache.format import FORMAT_VERSION, CacheIdentity
 from mtp_train.cache.plan import PlannedSample
 from mtp_train.cache.writer import CacheWriter
 from mtp_train.engine.base import PrefillSettings
 from mtp_train.faults import telling
+from mtp_train.opening import OpenTarget, add_target_option, open_named_target
 from mtp_train.prompt.responses import read_responses
 from mtp_train.records import Response
 from mtp_train.runtime import atomic_write_json, atomic_write_text, provenance
-from mtp_train.stage import OpenTarget, build, load_word, open_target
+from mtp_train.stage import build, load_word
 
 # Sequences a padded batch.
 _PADDED = 8
@@ -90,7 +90,7 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--responses", type=Path, required=True, help="what regenerate wrote")
-    parser.add_argument("--target", default="smollm2_135m", help="of conf/target")
+    add_target_option(parser)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--top-k", type=int, default=64)
     parser.add_argument("--codec", default="bf16")
@@ -112,7 +112,7 @@ def measure(words: argparse.Namespace) -> None:
             f"{words.responses}: expected at least {words.repeats * words.per_repeat} responses, others for every repeat, found "
             f"{len(responses)}; set fewer --repeats or --per-repeat"
         )
-    bench = Bench(open_target(OmegaConf.create(load_word("target", words.target))), dtype=words.dtype, top_k=words.top_k, codec=words.codec)
+    bench = Bench(open_named_target(words.target), dtype=words.dtype, top_k=words.top_k, codec=words.codec)
     random.Random(0).shuffle(responses)
     ways: dict[str, Callable[[Sequence[Response]], None]] = {
         f"padded batches of {_PADDED}, random order": lambda group: bench.padded(group, size=_PADDED),
@@ -132,10 +132,10 @@ def measure(words: argparse.Namespace) -> None:
             run(group)
             speeds[name].append(num_tokens / (time.process_time() - begun))
             print(f"repeat {number}: {name}: {speeds[name][-1]:.0f} tokens per CPU-s", flush=True)
-    report(words, speeds, responses)
+    report(words, speeds, responses, of=bench.target.spec.name)
 
 
-def report(words: argparse.Namespace, speeds: dict[str, list[float]], responses: Sequence[Response]) -> None:
+def report(words: argparse.Namespace, speeds: dict[str, list[float]], responses: Sequence[Response], *, of: str) -> None:
     (first, second, packed), about = list(speeds)[:3], provenance()
     used = responses[: words.repeats * words.per_repeat]
     lengths = sorted(len(response.token_ids) for response in used)
@@ -158,7 +158,7 @@ def report(words: argparse.Namespace, speeds: dict[str, list[float]], responses:
             "",
             f"`python tools/bench_precompute.py --responses RUN/responses --repeats {words.repeats} --per-repeat {words.per_repeat}`",
             "",
-            f"{len(used)} responses of {words.target}, {lengths[0]} to {lengths[-1]} tokens (median {lengths[len(lengths) // 2]}), "
+            f"{len(used)} responses of {of}, {lengths[0]} to {lengths[-1]} tokens (median {lengths[len(lengths) // 2]}), "
             f"{answers:.0%} of them answers, {padding:.2f} times as many when padded; {words.dtype}, one thread; "
             f"torch {about['packages']['torch']}, transformers {about['packages']['transformers']}, {about['machine']}; "
             f"medians of {words.repeats} repeats.",

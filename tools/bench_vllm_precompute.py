@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_train.faults import telling
+from mtp_train.opening import add_target_option, open_named_target
 from mtp_train.runtime import environment_apart, log, provenance
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -33,7 +34,7 @@ _AIMS = {"hidden": 0.9, "top-k": 0.8}
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target-word", default="smollm2_135m", help="a target of conf/target")
+    add_target_option(parser)
     parser.add_argument("--responses", type=Path, required=True, help="answers to read, as regenerate wrote them: RUN/responses")
     parser.add_argument("--num-tokens", type=int, default=8192, help="take responses up to so many tokens, evenly out of all")
     parser.add_argument("--repeats", type=int, default=3)
@@ -134,13 +135,11 @@ def choose(folder: Path, num_tokens: int) -> list[Any]:
 
 
 def measure(arguments: argparse.Namespace) -> str:
-    from omegaconf import OmegaConf
-
     from mtp_train.engine.base import PrefillSettings
     from mtp_train.engine.vllm import VllmEngine
-    from mtp_train.stage import build, load_word, open_target
+    from mtp_train.stage import build, load_word
 
-    target = open_target(OmegaConf.create(load_word("target", arguments.target_word)))
+    target = open_named_target(arguments.target)
     responses = choose(arguments.responses, arguments.num_tokens)
     changed = {
         "dtype": arguments.dtype,
@@ -175,7 +174,7 @@ def measure(arguments: argparse.Namespace) -> str:
             for name, timing in found.items():
                 timings[name] += [timing] if repeat else []
         bare.close()
-    return report(arguments, timings, responses, engine)
+    return report(arguments, timings, responses, engine, of=target.spec.name)
 
 
 def write_cache(
@@ -213,7 +212,7 @@ def write_cache(
     writer.finish()
 
 
-def report(arguments: argparse.Namespace, timings: dict[str, list[Timing]], responses: Sequence[Any], engine: Any) -> str:
+def report(arguments: argparse.Namespace, timings: dict[str, list[Timing]], responses: Sequence[Any], engine: Any, *, of: str) -> str:
     """The table, with ratios taken within each repeat and their median."""
     num_tokens = sum(len(response.token_ids) for response in responses)
     num_answer = sum(sum(response.loss_mask) for response in responses)
@@ -226,7 +225,7 @@ def report(arguments: argparse.Namespace, timings: dict[str, list[Timing]], resp
         "",
         f"{made_by['machine']}; {engine.version}, torch {made_by['packages'].get('torch')}, {', '.join(stated['attention'])}, "
         f"{arguments.dtype}, {'compiled' if arguments.compile else 'eager'}, {arguments.threads} thread(s) per vLLM; "
-        f"target {arguments.target_word}; commit {made_by['git_commit']}.",
+        f"target {of}; commit {made_by['git_commit']}.",
         "",
         f"{len(responses)} responses, {num_tokens} tokens ({num_answer / num_tokens:.0%} answer tokens), lengths {lengths[0]} to "
         f"{lengths[-1]}, median {lengths[len(lengths) // 2]}; {arguments.repeats} interleaved repeats after one to warm up; medians "

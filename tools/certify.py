@@ -13,6 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from mtp_train.opening import add_target_option
+
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -44,12 +46,7 @@ def parse() -> argparse.Namespace:
         default=[],
         help="heads whose greedy texts are compared, and those of schemes without a head: RUN/checkpoint/NAME",
     )
-    parser.add_argument(
-        "--target",
-        nargs="+",
-        default=["smollm2_135m"],
-        help="the heads' target: a word of conf/target, and settings of it (local path=... name=...; default: smollm2_135m)",
-    )
+    add_target_option(parser)
     parser.add_argument("--prompts", default="project_heldout", help="of conf/benchmark, for the greedy texts (default: %(default)s)")
     parser.add_argument("--num-prompts", type=int, default=None, help="default: all of the set")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="of each greedy text (default: %(default)s)")
@@ -95,16 +92,15 @@ def comparisons(arguments: argparse.Namespace) -> tuple[Any, list[Any], list[tup
     """The heads' target, opened, its prompts, and what is compared on them: every scheme with every head that can draft with it, and
     once those that need none. ValueError, before anything is drawn, for a head that is not there, not whole, of another target, or
     for none of the schemes."""
-    from omegaconf import OmegaConf
-
     from mtp_train.checkpoint import check_head, read_head_config, read_head_tensors
     from mtp_train.engine.measure import requests_of
+    from mtp_train.opening import open_named_target
     from mtp_train.prompt.load import load_prompts
     from mtp_train.run import check_target
-    from mtp_train.stage import build, known_words, load_word, open_target
+    from mtp_train.stage import build, known_words, load_word
 
     heads = {checkpoint: read_head_config(checkpoint) for checkpoint in arguments.checkpoint}  # before the target, which takes seconds
-    target = open_target(OmegaConf.create(load_word("target", *arguments.target)))
+    target = open_named_target(arguments.target)
     check_target(arguments.out.parent, arguments.out, target.identity(), tool=True)
     for checkpoint, head in heads.items():
         check_head(head, target.identity(), where=checkpoint)
@@ -136,7 +132,8 @@ def greedy(
     from mtp_train.acceptance.certificate import GreedyCase
     from mtp_train.engine.certificate import GreedyTexts
     from mtp_train.engine.hf import HfEngine
-    from mtp_train.stage import build, head_loader, load_word
+    from mtp_train.opening import head_loader
+    from mtp_train.stage import build, load_word
 
     node = {**load_word("engine", "hf"), "dtype": "float32", "batch_size": arguments.batch_size}
     engine: HfEngine = build(node, target_path=target.path, trust_remote_code=target.trust_remote_code, load_head=head_loader(target))

@@ -1,6 +1,6 @@
 """Measure one head's acceptance three ways (estimate, reference decoder, vLLM) and name the stage at which engines part.
 
-python tools/compare_engines.py --target-word smollm2_135m --checkpoint runs/demo/checkpoint/mtp --dtype float32
+python tools/compare_engines.py --target smollm2_135m --checkpoint runs/demo/checkpoint/mtp --dtype float32
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import tempfile
 from pathlib import Path
 
 from mtp_train.faults import telling
+from mtp_train.opening import add_target_option, head_loader, open_named_target
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target-word", default="smollm2_135m", help="a target of conf/target")
-    parser.add_argument("--target-path", type=Path, default=None, help="a target's folder, in place of a word")
+    add_target_option(parser)
     parser.add_argument("--checkpoint", type=Path, required=True, help="a head's folder: RUN/checkpoint/NAME")
     parser.add_argument("--prompts", default="project_heldout", help="a prompt set of conf/benchmark")
     parser.add_argument("--num-prompts", type=int, default=48)
@@ -37,7 +37,6 @@ def parse() -> argparse.Namespace:
 def run(arguments: argparse.Namespace) -> str:
     """The report."""
     import torch
-    from omegaconf import OmegaConf
 
     from mtp_train.decoding.chain import Chain
     from mtp_train.engine.base import Sampling, SpeculateSettings
@@ -47,10 +46,9 @@ def run(arguments: argparse.Namespace) -> str:
     from mtp_train.engine.vllm import VllmEngine
     from mtp_train.exporter.vllm import VllmExporter
     from mtp_train.prompt.load import load_prompts
-    from mtp_train.stage import build, head_loader, load_word, open_target
+    from mtp_train.stage import build, load_word
 
-    local = {"name": "local", "kind": "path", "path": str(arguments.target_path), "trust_remote_code": False}
-    target = open_target(OmegaConf.create(load_word("target", arguments.target_word) if arguments.target_path is None else local))
+    target = open_named_target(arguments.target)
     prompts, _ = load_prompts(**{**load_word("benchmark", arguments.prompts), "limit": arguments.num_prompts})
     longest = target.length_limit(4096)
     requests, _ = requests_of(prompts, target.template, max_length_tokens=longest, max_new_tokens=arguments.max_new_tokens)

@@ -23,6 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from mtp_train.opening import add_target_option, as_settings
+
 # What each head is, beyond the settings that all share. {out}: the folder of this comparison.
 _DISTILLED = "noise_scale=0 losses.hidden_l1=0 losses.topk_kl=0 +losses.forward_kl=1.0"
 HEADS = {
@@ -41,7 +43,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--run", type=Path, required=True, help="a run with responses/ and a finished cache/")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--heads", nargs="+", choices=list(HEADS), default=list(HEADS), help="default: all")
-    parser.add_argument("--target", nargs="+", default=["smollm2_135m"], help="a word of conf/target, and settings of it (local path=...)")
+    add_target_option(parser)
     parser.add_argument("--experiment", default="demo", help="of conf/experiment: the budget, and how is measured")
     parser.add_argument(
         "--draft-layers", type=int, nargs="+", default=[0, 1, 2, 3, 28, 29], help="the target's layers in the small draft model"
@@ -117,8 +119,7 @@ def prepare(arguments: argparse.Namespace) -> None:
     from mtp_train.target.resolve import resolve_target
 
     if "draft_model" in arguments.heads:
-        word, *settings = arguments.target
-        source = resolve_target(load_word("target", word) | dict(setting.split("=", 1) for setting in settings))
+        source = resolve_target(load_word("target", *arguments.target))
         write_cut_model(source, arguments.out / "small", layers=arguments.draft_layers)
     if "eagle3" in arguments.heads:
         words = [f"out={arguments.out / 'taps'}", "target_layer_ids=null"]
@@ -147,13 +148,12 @@ def stage(arguments: argparse.Namespace, verb: str, words: Sequence[str], *, log
     """Run one stage in a process of its own; what went wrong, None where nothing did."""
     from mtp_train.runtime import environment_apart
 
-    word, *settings = arguments.target
-    command = [sys.executable, "-m", f"mtp_train.{verb}", f"experiment={arguments.experiment}", f"target={word}"]
+    command = [sys.executable, "-m", f"mtp_train.{verb}", f"experiment={arguments.experiment}", *as_settings(arguments.target)]
     path = arguments.out / "logs" / f"{log}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     environment = environment_apart() | {"OMP_NUM_THREADS": str(arguments.threads)}
     with open(path, "wb") as stream:
-        whole = [*command, *(f"target.{setting}" for setting in settings), f"run={arguments.run}", *words]
+        whole = [*command, f"run={arguments.run}", *words]
         done = subprocess.run(whole, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=environment, check=False)
     if done.returncode == 0:
         return None

@@ -21,17 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from mtp_train.acceptance.interval import Interval, paired_difference, rates_and_length
 from mtp_train.cache.reader import CacheReader
 from mtp_train.engine.base import Sampling
 from mtp_train.engine.estimate_from_cache import estimate
 from mtp_train.faults import telling
+from mtp_train.opening import add_target_option, as_settings, head_loader, open_named_target
 from mtp_train.records import PromptAcceptance
 from mtp_train.run import check_name
 from mtp_train.runtime import atomic_write_json, atomic_write_text, provenance
-from mtp_train.stage import head_loader, load_word, open_target
 from mtp_train.target.weights import read_shared
 from mtp_train.trainer.data import split
 
@@ -40,7 +39,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("variants", nargs="+", help="name: settings")
     parser.add_argument("--run", type=Path, required=True, help="a run with a finished cache of the target's own greedy answers")
-    parser.add_argument("--target", default="smollm2_135m", help="of conf/target")
+    add_target_option(parser)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--fraction", type=float, default=0.2, help="share of the prompts that each seed holds out")
     parser.add_argument("--common", default="", help="settings of train for all variants")
@@ -52,7 +51,7 @@ def parse() -> argparse.Namespace:
 def train(words: argparse.Namespace, name: str, settings: str, seed: int) -> Path:
     """The folder of the head, trained unless it is there."""
     out = words.run / "compare" / f"{name}-{seed}"
-    command = [sys.executable, "-m", "mtp_train.train", f"run={words.run}", f"target={words.target}", f"name={name}-{seed}", f"out={out}"]
+    command = [sys.executable, "-m", "mtp_train.train", f"run={words.run}", *as_settings(words.target), f"name={name}-{seed}", f"out={out}"]
     command += [
         f"seed={seed}",
         f"head.seed={seed}",
@@ -68,7 +67,7 @@ def train(words: argparse.Namespace, name: str, settings: str, seed: int) -> Pat
 @torch.inference_mode()
 def measure(words: argparse.Namespace, folder: Path, seed: int) -> list[PromptAcceptance]:
     """The estimate on what ``seed`` held out."""
-    target = open_target(OmegaConf.create(load_word("target", words.target)))
+    target = open_named_target(words.target)
     head = head_loader(target)(folder, read_shared(target.path).to(device="cpu", dtype=torch.bfloat16))
     held_out = split(CacheReader(words.run / "cache", verify="none"), fraction=words.fraction, seed=seed)[1].with_taps(
         head.target_layer_ids

@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from mtp_train.opening import add_target_option
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="smollm2_135m", help="of conf/target")
-    parser.add_argument("--model", type=Path, help="a model folder, in place of --target")
+    add_target_option(parser)
     parser.add_argument("--layers", type=int, nargs="+", required=True, help="which to keep, 0-based, rising")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     words = parser.parse_args()
@@ -25,7 +26,7 @@ def main() -> int:
     from mtp_train.target.resolve import resolve_target
 
     with telling("cut_model"):
-        source = words.model or resolve_target(load_word("target", words.target))
+        source = resolve_target(load_word("target", *words.target))
         print(write_cut_model(source, words.out, layers=words.layers))
     return 0
 

@@ -15,18 +15,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mtp_train.opening import add_target_option
+
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="a run's folder")
     parser.add_argument("--name", required=True, help="the head: a folder in RUN/checkpoint/; none: the target alone")
     parser.add_argument("--engine", choices=("hf", "vllm"), default="hf", help="default: %(default)s")
-    parser.add_argument(
-        "--target",
-        nargs="+",
-        default=["smollm2_135m"],
-        help="a word of conf/target, and settings of it: local path=... (default: smollm2_135m)",
-    )
+    add_target_option(parser)
     numbers: dict[str, Any] = {"type": int, "nargs": "+"}
     parser.add_argument("--batch-sizes", **numbers, default=[1, 2, 4, 8, 16], help="sequences at once, ascending (default: %(default)s)")
     parser.add_argument(
@@ -53,15 +50,14 @@ def measure(arguments: argparse.Namespace) -> Path:
     """Time and keep; returns the table's path."""
     import tempfile
 
-    from omegaconf import OmegaConf
-
     from mtp_train.acceptance.costs import write_costs
     from mtp_train.checkpoint import check_head, read_head_config
     from mtp_train.engine.base import CostsAsked, Engine
     from mtp_train.engine.costs import measure_costs
     from mtp_train.exporter.vllm import VllmExporter
+    from mtp_train.opening import head_loader, open_named_target
     from mtp_train.run import check_target
-    from mtp_train.stage import build, check_name, head_loader, load_word, open_target
+    from mtp_train.stage import build, check_name, load_word
 
     asked = CostsAsked(
         batch_sizes=tuple(arguments.batch_sizes),
@@ -71,7 +67,7 @@ def measure(arguments: argparse.Namespace) -> Path:
         num_repeats=arguments.num_repeats,
         seed=arguments.seed,
     )
-    target = open_target(OmegaConf.create(load_word("target", *arguments.target)))
+    target = open_named_target(arguments.target)
     check_target(arguments.run, arguments.out or arguments.run / "report", target.identity(), tool=True)
     checkpoint = None if arguments.name == "none" else arguments.run / "checkpoint" / check_name(arguments.name)
     if checkpoint is not None:

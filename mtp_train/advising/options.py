@@ -158,9 +158,8 @@ def _options(family: Family, by_temperature: Mapping[float, Figures], workload: 
     head, table, options = None if family.decoding in NO_HEAD else family.head, None, []
     try:
         table = table_of(family.run, head)
-        options = _at_best(
-            family, by_temperature, around or (min(by_temperature),), workload, table
-        )  # what else is missing is seen with any
+        temperatures = around or (min(by_temperature),)  # where none was measured, any shows what else is missing
+        options = _at_best(family, by_temperature, temperatures, workload, table)
     except NotTimed as fault:
         assert table is not None
         measures = table.source == "measured"

@@ -196,7 +196,7 @@ def checkpoint(reference: Run) -> Path:
 def test_three_ways_to_measure_agree_on_a_trained_head(reference: Run, checkpoint: Path, tmp_path: Path) -> None:
     """tools/compare_engines.py as a user calls it: three measurements, the target and the head row by row, nothing at fault."""
     sizes = ["--num-prompts", "4", "--num-traced", "2", "--max-new-tokens", "8", "--batch-size", "4", "--threads", "1"]
-    words = ["--target-path", str(reference.target), "--checkpoint", str(checkpoint), *sizes, "--out", str(tmp_path / "parity.md")]
+    words = ["--target", "local", f"path={reference.target}", "--checkpoint", str(checkpoint), *sizes, "--out", str(tmp_path / "parity.md")]
     done = reference.run(str(ROOT / "tools" / "compare_engines.py"), *words)
     assert done.returncode == 0, done.stderr[-3000:]
     said = (tmp_path / "parity.md").read_text(encoding="utf-8")
