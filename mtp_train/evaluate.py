@@ -266,6 +266,7 @@ def main(cfg: DictConfig) -> None:
     from mtp_train.engine.standing import sets_of
 
     settings = {key: value for key, value in plain(cfg.engine).items() if key != "scratch"}  # a run that was moved is the same run
+    settings["dtype"] = engine.dtype  # what auto has come to on this machine
     depends_on = {
         "head": None if head is None else head["weights_sha256"],
         "target": target.identity(),

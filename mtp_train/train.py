@@ -170,7 +170,8 @@ def _settle(cfg: DictConfig) -> tuple[LoopSettings, dict[str, tuple[float, dict[
         if cfg[key] is not None and cfg[key] < 1:
             raise ValueError(f"{key}: expected at least 1, found {cfg[key]}")
     fit(Device, cfg.device, "device")
-    settings = LoopSettings.of(plain(cfg), num_steps=cfg.num_steps or 1)  # num_epochs tells when the cache is known
+    told = plain(cfg) | ({"precision": "fp32"} if cfg.precision == "auto" else {})  # the device will tell, by torch
+    settings = LoopSettings.of(told, num_steps=cfg.num_steps or 1)  # num_epochs tells when the cache is known
     return settings, _losses(cfg), build(cfg.optimizer, where="optimizer"), build(cfg.schedule, where="schedule")
 
 
@@ -250,14 +251,15 @@ def main(cfg: DictConfig) -> None:
     wandb, parallel = (build(cfg[key], where=key) for key in ("wandb", "parallel"))
     _check_cache(cfg)
 
+    from mtp_train.trainer.module import choose_precision, make_accelerator
     from mtp_train.trainer.state import check_continues, complete_steps
 
+    cfg.precision = choose_precision(cfg.precision, cfg.device)
     check_continues(Path(cfg.out), _stated_identity(cfg), only_these=True)
     target = open_run_target(cfg)
 
     from mtp_train.loss.compiled import compiled_passes
     from mtp_train.trainer.loop import Trainer
-    from mtp_train.trainer.module import make_accelerator
     from mtp_train.trainer.probe import has_probe
     from mtp_train.trainer.start import start_from_data
     from mtp_train.trainer.supply import at_hand, make_supply
@@ -265,7 +267,7 @@ def main(cfg: DictConfig) -> None:
     train, held_out = _data(cfg, target)
     plan = _plan(cfg, train)
     num_steps = int(cfg.num_steps if cfg.num_steps is not None else plan.steps_of(cfg.num_epochs))
-    settings = replace(settings, num_steps=num_steps)
+    settings = replace(settings, num_steps=num_steps, precision=cfg.precision)
     accelerator = make_accelerator(cfg.device)
     head, train, held_out, started_from = _head(cfg, target, accelerator, objective, train, held_out)
     if cfg.checkpoint_activations:

@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--run", type=Path, required=True, help="a run with responses and a trained head")
     parser.add_argument("--name", default="mtp", help="the head's folder in RUN/checkpoint")
     add_target_option(parser)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32 (default: auto, as conf/engine/hf.yaml says)")
     parser.add_argument("--num-speculative-tokens", type=int, default=5)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--context-new-tokens", type=int, default=24)
@@ -220,7 +220,7 @@ def main() -> None:
         trust_remote_code=target.trust_remote_code,
         load_head=head_loader(target),
     )
-    checkpoint = words.run / "checkpoint" / words.name
+    words.dtype, checkpoint = engine.dtype, words.run / "checkpoint" / words.name
     contexts, batches, about = by_context(words, engine, checkpoint), by_batch(words, engine, checkpoint), provenance()
     changed = [
         f"--{name.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list) else value}"

@@ -40,7 +40,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-speculative-tokens", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--singly", type=int, default=4, help="of the answers, decoded one at a time too")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32 (default: auto, as conf/engine/hf.yaml says)")
     parser.add_argument("--repeats", type=int, default=3, help="of the estimate; decoding is done once")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     return parser.parse_args()
@@ -64,6 +64,7 @@ def measure(words: argparse.Namespace) -> dict[str, Any]:
         trust_remote_code=target.trust_remote_code,
         load_head=head_loader(target),
     )
+    words.dtype = engine.dtype
     checkpoint, samples = words.run / "checkpoint" / words.name, held_out(words)
     longest = max(int(sample.loss_mask_T.sum()) for sample in samples)
     sampling = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=longest, seed=0)

@@ -48,7 +48,9 @@ class Bench:
         self.target, self.top_k, self.codec = target, top_k, codec
         common = {"target_path": target.path, "trust_remote_code": target.trust_remote_code, "load_head": None}
         self.engine = build({**load_word("engine", "hf"), "dtype": dtype}, **common)
-        self.plain = AutoModelForCausalLM.from_pretrained(target.path, dtype=getattr(torch, dtype), local_files_only=True).eval()
+        self.plain = AutoModelForCausalLM.from_pretrained(
+            target.path, dtype=getattr(torch, self.engine.dtype), local_files_only=True
+        ).eval()
 
     @torch.inference_mode()
     def padded(self, responses: Sequence[Response], *, size: int) -> None:
@@ -91,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--responses", type=Path, required=True, help="what regenerate wrote")
     add_target_option(parser)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32 (default: auto, as conf/engine/hf.yaml says)")
     parser.add_argument("--top-k", type=int, default=64)
     parser.add_argument("--codec", default="bf16")
     parser.add_argument("--repeats", type=int, default=3)
@@ -113,6 +115,7 @@ def measure(words: argparse.Namespace) -> None:
             f"{len(responses)}; set fewer --repeats or --per-repeat"
         )
     bench = Bench(open_named_target(words.target), dtype=words.dtype, top_k=words.top_k, codec=words.codec)
+    words.dtype = bench.engine.dtype
     random.Random(0).shuffle(responses)
     ways: dict[str, Callable[[Sequence[Response]], None]] = {
         f"padded batches of {_PADDED}, random order": lambda group: bench.padded(group, size=_PADDED),

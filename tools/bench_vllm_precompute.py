@@ -38,7 +38,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--responses", type=Path, required=True, help="answers to read, as regenerate wrote them: RUN/responses")
     parser.add_argument("--num-tokens", type=int, default=8192, help="take responses up to so many tokens, evenly out of all")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--top-k", type=int, default=64)
     parser.add_argument("--shard-tokens", type=int, default=16384)
     parser.add_argument("--max-prefill-tokens", type=int, default=8192)
@@ -150,6 +150,7 @@ def measure(arguments: argparse.Namespace) -> str:
     engine: VllmEngine = build(
         {**load_word("engine", "vllm"), **changed}, target_path=target.path, trust_remote_code=target.trust_remote_code, load_head=None
     )
+    arguments.dtype = engine.dtype
     shared = engine.settings.prefill_llm(taps=False)
     # vLLM's pooling runner makes a tokenizer and asks for one even where prompts are token ids; none of its time is measured.
     ours_alone = ("worker_extension_cls", "generation_config", "max_model_len", "skip_tokenizer_init")

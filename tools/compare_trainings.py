@@ -26,6 +26,7 @@ from mtp_train.acceptance.interval import Interval, paired_difference, rates_and
 from mtp_train.cache.reader import CacheReader
 from mtp_train.engine.base import Sampling
 from mtp_train.engine.estimate_from_cache import estimate
+from mtp_train.engine.hf_model import DTYPES, choose_dtype
 from mtp_train.faults import telling
 from mtp_train.opening import add_target_option, as_settings, head_loader, open_named_target
 from mtp_train.records import PromptAcceptance
@@ -67,12 +68,13 @@ def train(words: argparse.Namespace, name: str, settings: str, seed: int) -> Pat
 @torch.inference_mode()
 def measure(words: argparse.Namespace, folder: Path, seed: int) -> list[PromptAcceptance]:
     """The estimate on what ``seed`` held out."""
-    target = open_named_target(words.target)
-    head = head_loader(target)(folder, read_shared(target.path).to(device="cpu", dtype=torch.bfloat16))
+    target, device = open_named_target(words.target), torch.device("cpu")
+    dtype = DTYPES[choose_dtype("auto", device)]
+    head = head_loader(target)(folder, read_shared(target.path).to(device=device, dtype=dtype))
     held_out = split(CacheReader(words.run / "cache", verify="none"), fraction=words.fraction, seed=seed)[1].with_taps(
         head.target_layer_ids
     )
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         found = estimate(
             head,
             (held_out[number] for number in range(len(held_out))),
@@ -80,7 +82,7 @@ def measure(words: argparse.Namespace, folder: Path, seed: int) -> list[PromptAc
             draft_sampling="greedy",
             sampling=Sampling(temperature=0.0, top_p=1.0, max_new_tokens=1 << 30, seed=0),
             max_batch_tokens=8192,
-            device=torch.device("cpu"),
+            device=device,
         )
     return [replace(prompt, prompt_id=f"{seed}/{prompt.prompt_id}") for prompt in found.prompts]
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Measures this machine and prints it as a conf/hardware file for plan: tools/measure_hardware.py --name mine --devices 8
 
-Rates of one device: dense bfloat16 products (1024 x 576 by 576 x 49152, an lm_head's shapes; 8192 cubed on a GPU), a copy of memory
+Rates of one device: dense products (1024 x 576 by 576 x 49152, an lm_head's shapes; 8192 cubed on a GPU) in what precision=auto takes
+on it (bfloat16 where the device multiplies it, else float32; a CPU's other rate stands beside it), a copy of memory
 (bytes read and written), and a file of 1 GB written with fsync and read back past the page cache. On a CPU a device is one core, timed
 by its CPU time, so that other work on the machine disturbs little.
 """
@@ -20,6 +21,7 @@ from pathlib import Path
 import torch
 
 from mtp_train.faults import telling
+from mtp_train.nn.bf16 import multiplies_bf16
 from mtp_train.quantity import show_bytes
 
 REPEATS, LEAST_S = 5, 0.5
@@ -70,8 +72,16 @@ def main() -> None:
     device = "cuda" if cuda else "cpu"
     torch.set_num_threads(1)
     rows, inner, columns = (8192, 8192, 8192) if cuda else (1024, 576, 49152)
-    left, right = (torch.randn(shape, device=device).bfloat16() for shape in ((rows, inner), (inner, columns)))
-    flops = per_second(lambda: left @ right, 2.0 * rows * inner * columns, cuda=cuda)
+    best, other = (torch.bfloat16, torch.float32) if multiplies_bf16(torch.device(device)) else (torch.float32, torch.bfloat16)
+
+    def products(dtype: torch.dtype) -> float:
+        left, right = (torch.randn(shape, device=device).to(dtype) for shape in ((rows, inner), (inner, columns)))
+        return per_second(lambda: left @ right, 2.0 * rows * inner * columns, cuda=cuda)
+
+    def named(dtype: torch.dtype) -> str:
+        return str(dtype).removeprefix("torch.")
+
+    flops, beside = products(best), "" if cuda else f"; {products(other):.3g} in {named(other)}"
     source = torch.zeros(2**28, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     memory = per_second(lambda: target.copy_(source), 2.0 * source.nbytes, cuda=cuda)
@@ -84,7 +94,7 @@ def main() -> None:
         "num_devices": words.devices,
         "memory_bytes": show_bytes(torch.cuda.get_device_properties(0).total_memory if cuda else memory_bytes),
         "usable_share": 0.9,
-        "flops_per_s": f"{flops:.3g}",
+        "flops_per_s": f"{flops:.3g}  # in {named(best)}{beside}",
         "memory_bytes_per_s": show_bytes(memory),
         "link_bytes_per_s": f"{show_bytes(memory / 2)}  # not measured: half of memory's",
         "disk_bytes": show_bytes(shutil.disk_usage(words.folder).free),

@@ -24,7 +24,7 @@ from mtp_train.engine.base import (
 )
 from mtp_train.engine.hf_costs import time_steps
 from mtp_train.engine.hf_generate import generate, watched
-from mtp_train.engine.hf_model import DTYPES, TargetModel, choose_device
+from mtp_train.engine.hf_model import TargetModel, choose_device, choose_dtype
 from mtp_train.engine.hf_prefill import prefill
 from mtp_train.engine.hf_speculate import Measured, Speculation, merge
 from mtp_train.engine.room import by_room
@@ -64,10 +64,9 @@ class HfEngine(Engine):
         for name, value in (("batch_size", batch_size), ("max_prefill_tokens", max_prefill_tokens), ("max_cache_tokens", max_cache_tokens)):
             if value < 1:
                 raise ValueError(f"engine.{name}: expected at least 1, found {value}")
-        if dtype not in DTYPES:
-            raise ValueError(f"engine.dtype: expected one of {tuple(DTYPES)}, found {dtype!r}")
-        self.target_path, self._dtype, self._trust_remote_code = Path(target_path), dtype, trust_remote_code
+        self.target_path, self._trust_remote_code = Path(target_path), trust_remote_code
         self._device = choose_device(device)
+        self._dtype = choose_dtype(dtype, self._device)
         self.load_head, self.batch_size = load_head, batch_size
         self.max_prefill_tokens, self.max_cache_tokens = max_prefill_tokens, max_cache_tokens
 

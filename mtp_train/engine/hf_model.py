@@ -12,6 +12,7 @@ from torch import nn
 
 from mtp_train.engine.stop import stop_token_ids
 from mtp_train.nn.attention import AttentionContext, PackedAttention
+from mtp_train.nn.bf16 import multiplies_bf16, why_float32
 from mtp_train.nn.layer import read_config
 from mtp_train.runtime import local_place, log
 from mtp_train.target.weights import SharedWeights
@@ -39,6 +40,18 @@ def choose_device(device: str) -> torch.device:
             f"engine.device: expected auto, or a device that torch finds here, such as cpu, found {device!r}: {str(error).splitlines()[0]}"
         ) from None
     return found
+
+
+def choose_dtype(dtype: str, device: torch.device) -> str:
+    """``auto``: bfloat16 where the device multiplies it, else float32, which is said. Errors: ValueError for an unknown word."""
+    if dtype not in ("auto", *DTYPES):
+        raise ValueError(f"engine.dtype: expected auto or one of {tuple(DTYPES)}, found {dtype!r}")
+    if dtype != "auto":
+        return dtype
+    if multiplies_bf16(device):
+        return "bfloat16"
+    log(why_float32("engine.dtype"))
+    return "float32"
 
 
 def device_name(device: torch.device) -> str:

@@ -26,7 +26,7 @@ from mtp_train.engine.stop import stop_token_ids
 from mtp_train.engine.vllm_costs import time_steps
 from mtp_train.engine.vllm_prefill import prefill_groups, with_a_token_behind
 from mtp_train.engine.vllm_process import VllmPool
-from mtp_train.engine.vllm_settings import VllmSettings
+from mtp_train.engine.vllm_settings import VllmSettings, choose_dtype
 from mtp_train.engine.vllm_speculate import acceptance, served_for
 from mtp_train.engine.vllm_trace import DraftRows, read_trace
 from mtp_train.exporter.served import serve_command
@@ -67,7 +67,7 @@ class VllmEngine(Engine):
         self.settings = VllmSettings(
             target_path=Path(target_path),
             trust_remote_code=trust_remote_code,
-            dtype=dtype,
+            dtype=choose_dtype(dtype),
             tensor_parallel_size=tensor_parallel_size,
             data_parallel_size=data_parallel_size,
             batch_size=batch_size,

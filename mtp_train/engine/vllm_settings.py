@@ -8,12 +8,26 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mtp_train.engine.base import SpeculateSettings
 from mtp_train.exporter.served import Served
-from mtp_train.runtime import local_place, read_json
+from mtp_train.nn.bf16 import multiplies_bf16, why_float32
+from mtp_train.runtime import local_place, log, read_json
 
 PROBE = "mtp_train.engine.vllm_probe.VllmProbe"
 _DTYPES = ("float32", "bfloat16", "float16")
+
+
+def choose_dtype(dtype: str) -> str:
+    """``auto``: float32, which is said, on a CPU that does not multiply bfloat16, else bfloat16. Of a GPU nothing is asked here: that
+    would take some of its memory for this process, which does nothing on it; vLLM refuses where the GPU cannot."""
+    if dtype != "auto":
+        return dtype
+    if torch.accelerator.is_available() or multiplies_bf16(torch.device("cpu")):
+        return "bfloat16"
+    log(why_float32("engine.dtype"))
+    return "float32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +51,7 @@ class VllmSettings:
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
-            raise ValueError(f"engine.dtype: expected one of {_DTYPES}, found {self.dtype!r}")
+            raise ValueError(f"engine.dtype: expected auto or one of {_DTYPES}, found {self.dtype!r}")
         for name in ("tensor_parallel_size", "data_parallel_size", "batch_size", "max_prefill_tokens", "cpu_kv_cache_gib"):
             if getattr(self, name) < 1:
                 raise ValueError(f"engine.{name}: expected at least 1, found {getattr(self, name)}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
 from mtp_train.head.base import Head
+from mtp_train.nn.bf16 import multiplies_bf16, why_float32
+from mtp_train.runtime import log
 from mtp_train.trainer.objective import Objective, Result
 from mtp_train.trainer.rows import Pack
 from mtp_train.trainer.settings import Device, Precision
@@ -33,8 +35,22 @@ def make_accelerator(device: Device) -> Accelerator:
     parallel = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     patience = InitProcessGroupKwargs(timeout=_PATIENCE)
     # Without an accelerator accelerate must be told, or it does not see the other processes, and each trains alone.
-    cpu = device == "cpu" or not torch.accelerator.is_available() or torch.backends.mps.is_available()
-    return Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[parallel, patience])
+    return Accelerator(cpu=_on_cpu(device), mixed_precision="no", kwargs_handlers=[parallel, patience])
+
+
+def _on_cpu(device: Device) -> bool:
+    return device == "cpu" or not torch.accelerator.is_available() or torch.backends.mps.is_available()
+
+
+def choose_precision(precision: Literal["auto"] | Precision, device: Device) -> Precision:
+    """``auto``: bf16 where the device that is trained on multiplies it, else fp32, which is said."""
+    if precision != "auto":
+        return precision
+    accelerator = None if _on_cpu(device) else torch.accelerator.current_accelerator()
+    if multiplies_bf16(torch.device("cpu") if accelerator is None else accelerator):
+        return "bf16"
+    log(why_float32("precision"))
+    return "fp32"
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:

@@ -64,7 +64,7 @@ class LoopSettings:
             if every is not None and every < 1:
                 raise ValueError(f"{name}: expected at least 1 step or null, found {every}")
         if self.precision not in get_args(Precision):
-            raise ValueError(f"precision: expected bf16 or fp32, found {self.precision!r}")
+            raise ValueError(f"precision: expected auto, bf16 or fp32, found {self.precision!r}")
         if self.noise_scale < 0:
             raise ValueError(f"noise_scale: expected 0 (none) or more, found {self.noise_scale}")
         if self.best_by not in get_args(BestBy):

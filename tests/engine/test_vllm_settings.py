@@ -123,7 +123,7 @@ def test_speculation_is_set_as_measured_and_said_ready_to_paste(target: Path) ->
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"dtype": "int8"}, "engine.dtype: expected one of"),
+        ({"dtype": "int8"}, "engine.dtype: expected auto or one of"),
         ({"tensor_parallel_size": 0}, "engine.tensor_parallel_size: expected at least 1, found 0"),
         ({"target_path": Path("nowhere")}, "expected a folder with config.json"),
     ],
