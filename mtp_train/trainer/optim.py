@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from mtp_train.nn.bf16 import multiplies_bf16
 from mtp_train.trainer.settings import OptimizerSettings
 
 _OF_TOKENS = {"lm_head", "lm_heads", "embed_tokens"}  # matrices that have a row for each token
 
 
+class _Uncast(TorchFunctionMode):
+    """torch's Muon casts what it multiplies to bfloat16; in here it stays what it was, in a tensor of its own as after a cast."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        return args[0].clone() if func is torch.Tensor.bfloat16 else func(*args, **(kwargs or {}))
+
+
 class MuonAdamW(torch.optim.Optimizer):
-    """torch's Muon over ``matrices`` and AdamW over ``rest``, as one optimizer with one state."""
+    """torch's Muon over ``matrices`` and AdamW over ``rest``, as one optimizer with one state. Muon's products are in bfloat16 where
+    the device multiplies it, else in float32."""
 
     def __init__(self, *, matrices: list[nn.Parameter], rest: list[nn.Parameter], settings: OptimizerSettings) -> None:
         self._muon = torch.optim.Muon(matrices, lr=settings.lr, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw")
+        self._uncast = not multiplies_bf16(matrices[0].device)
         self._adamw = _adamw(rest, settings) if rest else None  # a head may be nothing but matrices
         super().__init__([*matrices, *rest], {})
         self.param_groups = [*self._muon.param_groups, *(() if self._adamw is None else self._adamw.param_groups)]
@@ -24,7 +39,8 @@ class MuonAdamW(torch.optim.Optimizer):
         assert closure is None, "the loop computes gradients before it steps"
         # The two work on this optimizer's groups and state, whatever has been put in their place meanwhile (load_state_dict).
         self._muon.param_groups, self._muon.state = self.param_groups[:1], self.state
-        self._muon.step()
+        with _Uncast() if self._uncast else nullcontext():
+            self._muon.step()
         if self._adamw is not None:
             self._adamw.param_groups, self._adamw.state = self.param_groups[1:], self.state
             self._adamw.step()
