@@ -189,6 +189,8 @@ def _stated_identity(cfg: DictConfig) -> dict[str, Any]:
     for name in ("optimizer", "schedule"):
         del settings[name]["_target_"]
     settings |= {name: plain(cfg[name]) for name in ("depth_weights", "shuffle_shards", "mixture") if cfg[name] is not None}
+    if cfg.precision == "auto":
+        del settings["precision"]
     return settings | ({"compile": True} if cfg.compile else {})  # it rounds otherwise
 
 
@@ -251,15 +253,14 @@ def main(cfg: DictConfig) -> None:
     wandb, parallel = (build(cfg[key], where=key) for key in ("wandb", "parallel"))
     _check_cache(cfg)
 
-    from mtp_train.trainer.module import choose_precision, make_accelerator
     from mtp_train.trainer.state import check_continues, complete_steps
 
-    cfg.precision = choose_precision(cfg.precision, cfg.device)
     check_continues(Path(cfg.out), _stated_identity(cfg), only_these=True)
     target = open_run_target(cfg)
 
     from mtp_train.loss.compiled import compiled_passes
     from mtp_train.trainer.loop import Trainer
+    from mtp_train.trainer.module import choose_precision, make_accelerator
     from mtp_train.trainer.probe import has_probe
     from mtp_train.trainer.start import start_from_data
     from mtp_train.trainer.supply import at_hand, make_supply
@@ -267,8 +268,9 @@ def main(cfg: DictConfig) -> None:
     train, held_out = _data(cfg, target)
     plan = _plan(cfg, train)
     num_steps = int(cfg.num_steps if cfg.num_steps is not None else plan.steps_of(cfg.num_epochs))
-    settings = replace(settings, num_steps=num_steps, precision=cfg.precision)
     accelerator = make_accelerator(cfg.device)
+    cfg.precision = choose_precision(cfg.precision, accelerator)
+    settings = replace(settings, num_steps=num_steps, precision=cfg.precision)
     head, train, held_out, started_from = _head(cfg, target, accelerator, objective, train, held_out)
     if cfg.checkpoint_activations:
         head.recompute_activations(depths=cfg.draft_steps > 1)

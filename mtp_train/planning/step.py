@@ -66,12 +66,13 @@ class StepShape:
 @dataclass(frozen=True, kw_only=True)
 class OptimizerStep:
     """One rule over the whole head: bytes of its state, bytes that a step makes and drops, operations of a step's products, and the
-    shapes of the matrices that those are of (Muon's)."""
+    shapes of the matrices that those are of (Muon's), with the bytes of a number in them."""
 
     state: int
     working: int
     flops: float
     matrices: tuple[tuple[int, int], ...]
+    bytes_each: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +136,7 @@ def measure_step(make_head: Callable[[SharedWeights], Head], objective: Objectiv
             batch=_nbytes(_tensors(batch)) + (_nbytes([batch.hidden_TD]) if shape.noise else 0),
             start=_start_bytes(head),
             moments=moments,
-            optimizers={rule: _optimizer_step(head, rule) for rule in get_args(Rule)},
+            optimizers={rule: _optimizer_step(head, rule, shape.dtype) for rule in get_args(Rule)},
         )
 
 
@@ -158,12 +159,12 @@ def _moments(head: Head, objective: Objective, shape: StepShape, batch: Batch, *
     return {phase: _by_kind(alive, gradients) for phase, (_, alive) in live.peaks.items()}
 
 
-def _optimizer_step(head: Head, rule: Rule) -> OptimizerStep:
+def _optimizer_step(head: Head, rule: Rule, dtype: torch.dtype) -> OptimizerStep:
     """A second step of the real optimizer: the first one makes its state."""
     from torch.utils.flop_counter import FlopCounterMode
 
     settings = OptimizerSettings(rule=rule, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01, clip_norm=1.0)
-    optimizer = build_optimizer(head, settings)
+    optimizer = build_optimizer(head, settings, dtype=dtype)
     parameters = list(head.parameters())
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
@@ -180,6 +181,7 @@ def _optimizer_step(head: Head, rule: Rule) -> OptimizerStep:
         working=live.peaks.get(STEPPING, (0, {}))[0],
         flops=float(counter.get_total_flops()),
         matrices=tuple((parameter.shape[0], parameter.shape[1]) for parameter in multiplied),
+        bytes_each=dtype.itemsize,
     )
 
 

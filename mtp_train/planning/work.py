@@ -239,7 +239,7 @@ def train_work(
         passes = 3 if share.gathers else 2
         exchanged = passes * 4 * weights * (processes - 1) / processes
         if share.sharded:
-            exchanged += muon_exchange_bytes(optimizer.matrices, processes=processes)
+            exchanged += muon_exchange_bytes(optimizer.matrices, processes=processes, bytes_each=optimizer.bytes_each)
         parts["exchange"] = work.num_steps * exchanged / (hardware.link_bytes_per_s * assume.link)
     flops += work.num_steps * optimizer.flops
     done = _slower("train", flops, parts)
@@ -249,19 +249,19 @@ def train_work(
     return StageWork(stage="train", flops=flops, seconds=max(seconds, reading), bound_by=bound_by, parts=parts | {"disk": reading})
 
 
-def muon_exchange_bytes(matrices: Sequence[tuple[int, int]], *, processes: int) -> float:
+def muon_exchange_bytes(matrices: Sequence[tuple[int, int]], *, processes: int, bytes_each: int) -> float:
     """What one process sends in a step of Muon on matrices whose rows lie in shards, as torch's DTensor does the products.
 
     X has the shorter side as its rows. X X' and its square are sums over the processes, each with its columns of X: in each of
-    five iterations the first is handed out in parts twice, and the second whole, which is twice a part; all in bfloat16. A matrix
+    five iterations the first is handed out in parts twice, and the second whole, which is twice a part. A matrix
     whose rows are the shorter side is turned into columns for that, where it is used, and back.
     """
     others = (processes - 1) / processes
     sent = 0.0
     for rows, columns in matrices:
-        sent += _MUON_ITERATIONS * 4 * 2 * min(rows, columns) ** 2 * others
+        sent += _MUON_ITERATIONS * 4 * bytes_each * min(rows, columns) ** 2 * others
         if rows <= columns:
-            sent += _MUON_TURNS * 2 * rows * columns / processes * others
+            sent += _MUON_TURNS * bytes_each * rows * columns / processes * others
     return sent
 
 

@@ -39,7 +39,7 @@ class Fsdp2(Parallel):
         for name, parameter in trained_parameters(module.head).items():
             assert isinstance(parameter, DTensor), name
             self._parameters[name] = parameter
-        super().__init__(module=module, model=module, optimizer=build_optimizer(module, optimizer))
+        super().__init__(module=module, model=module, optimizer=build_optimizer(module, optimizer, dtype=module.dtype))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         found = {}

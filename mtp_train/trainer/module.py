@@ -35,19 +35,16 @@ def make_accelerator(device: Device) -> Accelerator:
     parallel = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     patience = InitProcessGroupKwargs(timeout=_PATIENCE)
     # Without an accelerator accelerate must be told, or it does not see the other processes, and each trains alone.
-    return Accelerator(cpu=_on_cpu(device), mixed_precision="no", kwargs_handlers=[parallel, patience])
+    cpu = device == "cpu" or not torch.accelerator.is_available() or torch.backends.mps.is_available()
+    return Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[parallel, patience])
 
 
-def _on_cpu(device: Device) -> bool:
-    return device == "cpu" or not torch.accelerator.is_available() or torch.backends.mps.is_available()
-
-
-def choose_precision(precision: Literal["auto"] | Precision, device: Device) -> Precision:
-    """``auto``: bf16 where the device that is trained on multiplies it, else fp32, which is said."""
+def choose_precision(precision: Literal["auto"] | Precision, accelerator: Accelerator) -> Precision:
+    """``auto``: bf16 where the devices of all processes multiply it, else fp32, which is said. All processes ask at once."""
     if precision != "auto":
         return precision
-    accelerator = None if _on_cpu(device) else torch.accelerator.current_accelerator()
-    if multiplies_bf16(torch.device("cpu") if accelerator is None else accelerator):
+    able = torch.tensor(float(multiplies_bf16(accelerator.device)), device=accelerator.device)
+    if float(accelerator.reduce(able, "sum")) == accelerator.num_processes:
         return "bf16"
     log(why_float32("precision"))
     return "fp32"
@@ -66,9 +63,9 @@ class TrainingModule(nn.Module):
     def __init__(self, *, head: Head, objective: Objective, precision: Precision) -> None:
         super().__init__()
         self.head, self.objective = head, objective
-        self._dtype = compute_dtype(precision)
+        self.dtype = compute_dtype(precision)  # of matrix products
 
     def forward(self, pack: Pack, scale_K: torch.Tensor, *, measure: bool) -> Result:
         device = pack.batch.hidden_TD.device.type
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=self._dtype == torch.bfloat16):
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             return self.objective(self.head, pack, scale_K, measure=measure)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from mtp_train.nn.bf16 import multiplies_bf16
 from mtp_train.trainer.settings import OptimizerSettings
 
 _OF_TOKENS = {"lm_head", "lm_heads", "embed_tokens"}  # matrices that have a row for each token
@@ -24,12 +23,12 @@ class _Uncast(TorchFunctionMode):
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """torch's Muon over ``matrices`` and AdamW over ``rest``, as one optimizer with one state. Muon's products are in bfloat16 where
-    the device multiplies it, else in float32."""
+    """torch's Muon over ``matrices`` and AdamW over ``rest``, as one optimizer with one state; ``dtype``, bfloat16 or float32, is
+    what Muon multiplies in."""
 
-    def __init__(self, *, matrices: list[nn.Parameter], rest: list[nn.Parameter], settings: OptimizerSettings) -> None:
+    def __init__(self, *, matrices: list[nn.Parameter], rest: list[nn.Parameter], settings: OptimizerSettings, dtype: torch.dtype) -> None:
         self._muon = torch.optim.Muon(matrices, lr=settings.lr, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw")
-        self._uncast = not multiplies_bf16(matrices[0].device)
+        self._uncast = dtype != torch.bfloat16
         self._adamw = _adamw(rest, settings) if rest else None  # a head may be nothing but matrices
         super().__init__([*matrices, *rest], {})
         self.param_groups = [*self._muon.param_groups, *(() if self._adamw is None else self._adamw.param_groups)]
@@ -46,8 +45,9 @@ class MuonAdamW(torch.optim.Optimizer):
             self._adamw.step()
 
 
-def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """The optimizer over a model's parameters: weight decay on matrices only, not on norms and biases.
+def build_optimizer(model: nn.Module, settings: OptimizerSettings, *, dtype: torch.dtype) -> torch.optim.Optimizer:
+    """The optimizer over a model's parameters: weight decay on matrices only, not on norms and biases. ``dtype`` is that of training's
+    matrix products, which Muon's are among; parameters and state are float32.
 
     Muon takes what multiplies hidden states inside the layers; a head's own lm_heads and embedding, whose rows are tokens, stay
     AdamW's (as Jordan et al. advise), and so do stacked experts, which torch's Muon cannot take.
@@ -60,7 +60,7 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
     rest = [parameter for parameter in named.values() if parameter not in chosen]
     if not matrices:
         raise ValueError("optimizer.rule=muon: expected a head with matrices inside its layers, found none; choose adamw")
-    return MuonAdamW(matrices=matrices, rest=rest, settings=settings)
+    return MuonAdamW(matrices=matrices, rest=rest, settings=settings, dtype=dtype)
 
 
 def _adamw(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.AdamW:

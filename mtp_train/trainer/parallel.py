@@ -109,7 +109,7 @@ class Replicated(Parallel):
         with warnings.catch_warnings():  # accelerate knows DistributedDataParallel's settings by the names before torch 2.13
             warnings.filterwarnings("ignore", message=r"`broadcast_buffers` is deprecated", category=FutureWarning)
             model = accelerator.prepare_model(module)  # DistributedDataParallel where there are several processes
-        super().__init__(module=module, model=model, optimizer=build_optimizer(module, optimizer))
+        super().__init__(module=module, model=model, optimizer=build_optimizer(module, optimizer, dtype=module.dtype))
         self._parameters = trained_parameters(module.head)
 
     def accumulating(self) -> AbstractContextManager[Any]:

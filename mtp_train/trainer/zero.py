@@ -49,7 +49,7 @@ class Zero(Parallel):
         self._rank, self._num_processes = accelerator.process_index, accelerator.num_processes
         deepspeed = _import_deepspeed(accelerator.device)
         module.to(accelerator.device)
-        inner = build_optimizer(module, optimizer)
+        inner = build_optimizer(module, optimizer, dtype=module.dtype)
         check_elementwise(inner, f"zero{stage}")
         self._deepspeed = deepspeed
         self._parameters = trained_parameters(module.head)

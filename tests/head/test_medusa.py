@@ -228,7 +228,9 @@ def test_training_makes_every_head_better(bench: Any, bench_samples: list[Sample
     head, chosen = make(bench.path, own_lm_heads=own), objective(chunk_rows=512)
     packed = align(pack(bench_samples), draft_steps=K, need_top=False)
     optimizer = build_optimizer(
-        head, OptimizerSettings(rule=rule, lr=0.1, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, clip_norm=None)
+        head,
+        OptimizerSettings(rule=rule, lr=0.1, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, clip_norm=None),
+        dtype=torch.float32,
     )
 
     def agreement() -> torch.Tensor:

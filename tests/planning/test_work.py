@@ -79,7 +79,7 @@ ALL = Assumptions(
 )
 
 
-ADAMW = OptimizerStep(state=0, working=0, flops=0.0, matrices=())
+ADAMW = OptimizerStep(state=0, working=0, flops=0.0, matrices=(), bytes_each=2)
 
 
 @pytest.mark.parametrize(
@@ -167,13 +167,13 @@ def test_training_time_by_hand(planned: Callable[..., Any]) -> None:
     assert eight.parts["optimizer"] == pytest.approx(steps * 28 * p / 3e12)
     assert sharded.parts["optimizer"] == pytest.approx(eight.parts["optimizer"] / 8)
     assert eight.seconds == pytest.approx(sum(eight.parts[part] for part in ("compute", "optimizer", "exchange")))
-    muon = OptimizerStep(state=4 * p, working=0, flops=2e14, matrices=((8192, 28672),))
+    muon = OptimizerStep(state=4 * p, working=0, flops=2e14, matrices=((8192, 28672),), bytes_each=2)
     multiplied = train_work(found.target, found.head, HARDWARE, ALL, WORK, mode="ddp", optimizer=muon, recompute=False, cache_bytes=0)
     assert multiplied.parts["optimizer"] == pytest.approx(steps * (20 * p / 3e12 + 2e14 / 1e15))  # each process does all of it
     in_shards = train_work(found.target, found.head, HARDWARE, ALL, WORK, mode="fsdp2", optimizer=muon, recompute=False, cache_bytes=0)
     assert in_shards.parts["optimizer"] == pytest.approx(multiplied.parts["optimizer"] / 8)
     assert in_shards.parts["exchange"] == pytest.approx(
-        sharded.parts["exchange"] + steps * muon_exchange_bytes(muon.matrices, processes=8) / 4e11
+        sharded.parts["exchange"] + steps * muon_exchange_bytes(muon.matrices, processes=8, bytes_each=2) / 4e11
     )
     assert "exchange" in multiplied.parts and multiplied.parts["exchange"] == pytest.approx(eight.parts["exchange"])
     starved = train_work(found.target, found.head, HARDWARE, ALL, WORK, mode="ddp", optimizer=adamw, recompute=False, cache_bytes=1e15)
@@ -233,7 +233,7 @@ def test_what_muon_exchanges_is_what_dtensor_exchanges() -> None:
     shapes = [(8192, 16384), (8192, 8192), (1024, 8192), (28672, 8192)]
     done = subprocess.run([sys.executable, "-c", EXCHANGED, json.dumps(shapes)], check=True, capture_output=True, text=True)
     for shape, counted in zip(shapes, json.loads(done.stdout.splitlines()[-1]), strict=True):
-        assert muon_exchange_bytes([shape], processes=8) == pytest.approx(counted, rel=0.1), shape
+        assert muon_exchange_bytes([shape], processes=8, bytes_each=2) == pytest.approx(counted, rel=0.1), shape
 
 
 def test_a_depth_goes_through_one_block_of_several(planned: Callable[..., Any]) -> None:
