@@ -258,6 +258,7 @@ def main(cfg: DictConfig) -> None:
     prompt_sets = _prompt_sets(cfg, target)
     check_target(Path(cfg.out), target.identity(), name=name)
     engine = _engine(cfg, target)
+    cfg.engine.dtype = engine.dtype  # what auto has come to here
     run = start(cfg, stage_name=f"evaluate.{piece_key(name, decoding.word)}")
 
     from mtp_train.acceptance.report import print_summary, stands, write_report
@@ -266,7 +267,6 @@ def main(cfg: DictConfig) -> None:
     from mtp_train.engine.standing import sets_of
 
     settings = {key: value for key, value in plain(cfg.engine).items() if key != "scratch"}  # a run that was moved is the same run
-    settings["dtype"] = engine.dtype  # what auto has come to on this machine
     depends_on = {
         "head": None if head is None else head["weights_sha256"],
         "target": target.identity(),

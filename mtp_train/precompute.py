@@ -46,6 +46,14 @@ def _check_answers(cfg: DictConfig) -> None:
         log(f"answers that the data set gives, for a cache in {cfg.out}; opening target {cfg.target.name}")
 
 
+def _say_other_dtype(cfg: DictConfig) -> None:
+    """The target's own answers are read in what they were written in, unless somebody chose otherwise, or another machine did."""
+    from mtp_train.prompt.responses import read_meta
+
+    if cfg.answers == "own" and (wrote := read_meta(Path(cfg.responses)).get("dtype")) not in (None, cfg.engine.dtype):
+        log(f"the answers were written in {wrote}, their states are read in {cfg.engine.dtype}")
+
+
 def _check_begun(cfg: DictConfig) -> None:
     """ValueError where a cache is there that was begun with other settings, as far as they are known before the target is opened."""
     from mtp_train.cache.format import PLAN, CacheIdentity, check_fields
@@ -182,6 +190,8 @@ def main(cfg: DictConfig) -> None:
     # Before the engine is loaded, and before anything is written.
     check_fits(Path(cfg.out), list(responses.values()), size, max_bytes=max_bytes)
     engine = build(cfg.engine, target_path=target.path, trust_remote_code=target.trust_remote_code, load_head=None)
+    cfg.engine.dtype = engine.dtype  # what auto has come to here
+    _say_other_dtype(cfg)
     run = start(cfg, stage_name="precompute", record_now=False, shared=True)
     identity = CacheIdentity(
         format_version=FORMAT_VERSION,

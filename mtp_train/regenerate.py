@@ -35,6 +35,7 @@ def main(cfg: DictConfig) -> None:
 
     target = open_run_target(cfg)
     engine = build(cfg.engine, target_path=target.path, trust_remote_code=target.trust_remote_code, load_head=None)
+    cfg.engine.dtype = engine.dtype  # what auto has come to here
     sampling = call(Sampling, cfg.sampling, where="sampling")
     run = start(cfg, stage_name="regenerate", record_now=False)
     barrier()  # the first process has the folder for itself before any other opens a file there

@@ -67,7 +67,7 @@ class VllmEngine(Engine):
         self.settings = VllmSettings(
             target_path=Path(target_path),
             trust_remote_code=trust_remote_code,
-            dtype=choose_dtype(dtype),
+            dtype=choose_dtype(dtype, Path(target_path)),
             tensor_parallel_size=tensor_parallel_size,
             data_parallel_size=data_parallel_size,
             batch_size=batch_size,

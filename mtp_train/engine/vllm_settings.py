@@ -14,17 +14,19 @@ from mtp_train.engine.base import SpeculateSettings
 from mtp_train.exporter.served import Served
 from mtp_train.nn.bf16 import multiplies_bf16, why_float32
 from mtp_train.runtime import local_place, log, read_json
+from mtp_train.target.spec import quantization_of
 
 PROBE = "mtp_train.engine.vllm_probe.VllmProbe"
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def choose_dtype(dtype: str) -> str:
-    """``auto``: float32, which is said, on a CPU that does not multiply bfloat16, else bfloat16. Of a GPU nothing is asked here: that
-    would take some of its memory for this process, which does nothing on it; vLLM refuses where the GPU cannot."""
+def choose_dtype(dtype: str, target_path: Path) -> str:
+    """``auto``: float32, which is said, on a CPU that does not multiply bfloat16, else bfloat16; so too for quantized targets, whose
+    kernels take no float32. Of a GPU nothing is asked here: that would take some of its memory for this process, which does nothing
+    on it; vLLM refuses where the GPU cannot."""
     if dtype != "auto":
         return dtype
-    if torch.accelerator.is_available() or multiplies_bf16(torch.device("cpu")):
+    if torch.accelerator.is_available() or quantization_of(target_path) is not None or multiplies_bf16(torch.device("cpu")):
         return "bfloat16"
     log(why_float32("engine.dtype"))
     return "float32"

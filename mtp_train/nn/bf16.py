@@ -21,4 +21,4 @@ def multiplies_bf16(device: torch.device) -> bool:
 
 def why_float32(setting: str) -> str:
     """What is said where ``setting`` left the choice, and it fell on float32."""
-    return f"{setting}=auto: float32, since this device has no instructions for products of bfloat16, which would take far longer"
+    return f"{setting}=auto: float32, since the device here has no instructions for products of bfloat16, which would take far longer"

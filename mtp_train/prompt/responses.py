@@ -151,7 +151,8 @@ def _claim(directory: Path, identity: Mapping[str, Any]) -> None:
     differing = [key for key in {**found, **wanted} if found.get(key) != wanted.get(key)]
     if differing:
         pairs = "; ".join(f"{key}: this run has {wanted.get(key)!r}, the folder {found.get(key)!r}" for key in differing)
-        raise ValueError(f"{directory} was made by other settings ({pairs}); use another run folder, or delete this one")
+        back = f"engine.dtype={found['dtype']} continues it; else " if differing == ["dtype"] else ""
+        raise ValueError(f"{directory} was made by other settings ({pairs}); {back}use another run folder, or delete this one")
 
 
 def _cut_torn_line(path: Path) -> None:

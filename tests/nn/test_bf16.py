@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,23 @@ from mtp_train.nn.bf16 import multiplies_bf16
 from mtp_train.trainer.module import choose_precision
 
 CPU = torch.device("cpu")
+
+
+@dataclass
+class Processes:
+    """What accelerate says of a training of so many processes, of which this one's answer is summed with the others'."""
+
+    device: torch.device = CPU
+    num_processes: int = 1
+    others: float = 0.0
+
+    def reduce(self, tensor: torch.Tensor, how: str) -> torch.Tensor:
+        assert how == "sum"
+        return tensor + self.others
+
+
+def chosen(precision: Any, processes: Processes | None = None) -> str:
+    return choose_precision(precision, processes or Processes())  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -29,27 +47,30 @@ def has(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("words", "found"), [((), False), (("avx512_f",), False), (("avx512_bf16",), True), (("amx_bf16",), True), (("neon", "bf16"), True)]
 )
-def test_a_processor_s_instructions_decide(has: Any, words: tuple[str, ...], found: bool) -> None:
+def test_a_processor_s_instructions_decide(has: Any, tmp_path: Path, words: tuple[str, ...], found: bool) -> None:
     has(*words)
     assert multiplies_bf16(CPU) is found
-    assert hf_model.choose_dtype("auto", CPU) == vllm_settings.choose_dtype("auto") == ("bfloat16" if found else "float32")
-    assert choose_precision("auto", "auto") == choose_precision("auto", "cpu") == ("bf16" if found else "fp32")
+    (tmp_path / "config.json").write_text("{}")
+    assert hf_model.choose_dtype("auto", CPU) == vllm_settings.choose_dtype("auto", tmp_path) == ("bfloat16" if found else "float32")
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
+    assert vllm_settings.choose_dtype("auto", tmp_path) == "bfloat16"  # whose kernels take no other
+    assert chosen("auto") == ("bf16" if found else "fp32")
 
 
 def test_the_choice_of_float32_is_said_with_its_setting(has: Any, capsys: pytest.CaptureFixture[str]) -> None:
     has()
-    hf_model.choose_dtype("auto", CPU), choose_precision("auto", "cpu")
+    hf_model.choose_dtype("auto", CPU), chosen("auto")
     said = capsys.readouterr().err
     assert "engine.dtype=auto: float32, since" in said and "precision=auto: float32, since" in said
     has("amx_bf16")
-    hf_model.choose_dtype("auto", CPU), choose_precision("auto", "cpu")
+    hf_model.choose_dtype("auto", CPU), chosen("auto")
     assert capsys.readouterr().err == ""
 
 
 def test_a_word_that_was_named_is_taken_whatever_the_device_has(has: Any) -> None:
     has()
-    assert hf_model.choose_dtype("bfloat16", CPU) == vllm_settings.choose_dtype("bfloat16") == "bfloat16"
-    assert (choose_precision("bf16", "cpu"), choose_precision("fp32", "cpu")) == ("bf16", "fp32")
+    assert hf_model.choose_dtype("bfloat16", CPU) == vllm_settings.choose_dtype("bfloat16", Path("nowhere")) == "bfloat16"
+    assert (chosen("bf16"), chosen("fp32")) == ("bf16", "fp32")
     with pytest.raises(ValueError, match=r"engine.dtype: expected auto or one of .*'bfloat16'.*, found 'fp16'"):
         hf_model.choose_dtype("fp16", CPU)
 
@@ -61,12 +82,18 @@ def test_a_gpu_is_asked_by_torch_and_not_for_what_it_would_emulate(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: asked.append(including_emulation) or found)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
     assert hf_model.choose_dtype("auto", torch.device("cuda:1")) == ("bfloat16" if found else "float32")
-    assert choose_precision("auto", "auto") == ("bf16" if found else "fp32")
-    assert choose_precision("auto", "cpu") == "fp32"  # trained on the CPU all the same
+    assert multiplies_bf16(torch.device("cuda")) is found
     assert asked == [False, False]
-    assert vllm_settings.choose_dtype("auto") == "bfloat16" and len(asked) == 2  # asks nothing of the GPU in this process
+    assert vllm_settings.choose_dtype("auto", Path("nowhere")) == "bfloat16" and len(asked) == 2  # asks nothing of the GPU in this process
+
+
+@pytest.mark.parametrize(("others", "found"), [(3.0, "bf16"), (2.0, "fp32")])
+def test_one_process_whose_device_does_not_makes_all_train_in_float32(has: Any, others: float, found: str) -> None:
+    has("amx_bf16")
+    assert chosen("auto", Processes(num_processes=4, others=others)) == found
+    has()
+    assert chosen("auto", Processes(num_processes=4, others=others)) == "fp32"
 
 
 def test_an_engine_of_auto_states_what_it_came_to(has: Any, tiny_llama: Path) -> None:
