@@ -46,12 +46,15 @@ def _check_answers(cfg: DictConfig) -> None:
         log(f"answers that the data set gives, for a cache in {cfg.out}; opening target {cfg.target.name}")
 
 
-def _say_other_dtype(cfg: DictConfig) -> None:
-    """The target's own answers are read in what they were written in, unless somebody chose otherwise, or another machine did."""
+def _engine(cfg: DictConfig, target: OpenTarget) -> Engine:
+    """Says where the target's own answers will be read in another dtype than they were written in."""
     from mtp_train.prompt.responses import read_meta
 
+    engine: Engine = build(cfg.engine, target_path=target.path, trust_remote_code=target.trust_remote_code, load_head=None)
+    cfg.engine.dtype = engine.dtype  # what auto has come to here
     if cfg.answers == "own" and (wrote := read_meta(Path(cfg.responses)).get("dtype")) not in (None, cfg.engine.dtype):
         log(f"the answers were written in {wrote}, their states are read in {cfg.engine.dtype}")
+    return engine
 
 
 def _check_begun(cfg: DictConfig) -> None:
@@ -189,9 +192,7 @@ def main(cfg: DictConfig) -> None:
     max_bytes = None if cfg.max_bytes is None else parse_bytes(cfg.max_bytes, where="max_bytes")
     # Before the engine is loaded, and before anything is written.
     check_fits(Path(cfg.out), list(responses.values()), size, max_bytes=max_bytes)
-    engine = build(cfg.engine, target_path=target.path, trust_remote_code=target.trust_remote_code, load_head=None)
-    cfg.engine.dtype = engine.dtype  # what auto has come to here
-    _say_other_dtype(cfg)
+    engine = _engine(cfg, target)
     run = start(cfg, stage_name="precompute", record_now=False, shared=True)
     identity = CacheIdentity(
         format_version=FORMAT_VERSION,
