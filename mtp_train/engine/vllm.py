@@ -26,7 +26,7 @@ from mtp_train.engine.stop import stop_token_ids
 from mtp_train.engine.vllm_costs import time_steps
 from mtp_train.engine.vllm_prefill import prefill_groups, with_a_token_behind
 from mtp_train.engine.vllm_process import VllmPool
-from mtp_train.engine.vllm_settings import VllmSettings, choose_dtype
+from mtp_train.engine.vllm_settings import VllmSettings, check_kernels, choose_dtype
 from mtp_train.engine.vllm_speculate import acceptance, served_for
 from mtp_train.engine.vllm_trace import DraftRows, read_trace
 from mtp_train.exporter.served import serve_command
@@ -80,6 +80,7 @@ class VllmEngine(Engine):
             cpu_threads=cpu_threads,
             scratch=None if scratch is None else Path(scratch),
         )
+        check_kernels(self.settings.target_path)
         self._stop_ids = stop_token_ids(self.settings.target_path, trust_remote_code=trust_remote_code)
         self._described: dict[str, Any] = {}
 

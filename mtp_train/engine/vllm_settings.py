@@ -32,6 +32,25 @@ def choose_dtype(dtype: str, target_path: Path) -> str:
     return "float32"
 
 
+def check_kernels(target_path: Path) -> None:
+    """Whether vLLM's CPU build (0.32) has what a quantized target needs here. ValueError for weights of 4 bits on an x86 processor without
+    AVX512, for which it has no kernel; int8 without VNNI is said to be off: oneDNN's sums saturate there ("Nuances of int8
+    Computations" in its guide)."""
+    scheme, found = quantization_of(target_path), torch.cpu.get_capabilities()
+    if scheme is None or torch.accelerator.is_available() or found.get("architecture") != "x86_64":
+        return
+    if not scheme.endswith("int-quantized") and not found.get("avx512_f"):
+        raise ValueError(
+            f"engine=vllm: expected a processor with AVX512 for a target quantized as {scheme}, whose kernels vLLM's CPU build has there "
+            "alone, found one without; choose another machine, or a target that is not quantized"
+        )
+    if scheme.endswith("int-quantized") and not any(found.get(word) for word in ("avx512_vnni", "avx_vnni", "amx_int8")):
+        log(
+            "engine=vllm: this processor multiplies int8 without VNNI, where sums saturate: expect hidden states far from those of a "
+            "processor or GPU that has it, and do not serve there what is trained on them"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class VllmSettings:
     """``conf/engine/vllm.yaml`` with the target; see there for what each key does."""

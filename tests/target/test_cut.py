@@ -39,7 +39,8 @@ def test_the_command_writes_it_once_and_refuses_plainly(tmp_path: Path) -> None:
     source = write_tiny_llama(tmp_path / "source", num_layers=4)
 
     def call(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(ROOT / "tools" / "cut_model.py"), "--model", str(source), "--out", str(tmp_path / "out"), *words]
+        command = [sys.executable, str(ROOT / "tools" / "cut_model.py"), "--target", "local", f"path={source}"]
+        command += ["--out", str(tmp_path / "out"), *words]
         return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
 
     done = call("--layers", "0", "3")
