@@ -19,7 +19,24 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 engine=hf
 for word in "$@"; do
-    case "$word" in engine=*) engine=${word#engine=} ;; esac
+    case "$word" in
+        engine=*) engine=${word#engine=} ;;
+        regenerate:*=* | precompute:*=* | train:*=* | evaluate:*=* | export:*=*) ;;
+        *:*=*)
+            # A mapping, such as losses='{topk_kl: 1.0}', has its colon behind the equals sign.
+            case "${word%%=*}" in
+                *:*)
+                    echo "jobs/demo.sh: expected stage:key=value with regenerate, precompute, train, evaluate or export, found '$word'" >&2
+                    exit 2
+                    ;;
+            esac
+            ;;
+        *=* | ~*) ;;
+        *)
+            echo "jobs/demo.sh: expected key=value or stage:key=value, found '$word'; jobs/demo.sh --help shows the settings" >&2
+            exit 2
+            ;;
+    esac
 done
 # vLLM started without compiling, which takes minutes at each start, and on one thread, as two of it run side by side.
 given=("$@") setup=()

@@ -15,6 +15,10 @@ cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}"
 
 bin=${VENV:-${VIRTUAL_ENV:-.venv}}/bin
 stages=${STAGES:-regenerate precompute train evaluate export}
+if [ -z "${PROCESSES:-}" ] && ! command -v nvidia-smi >/dev/null; then
+    echo "jobs/node.sh: expected GPUs that nvidia-smi counts, or PROCESSES, found neither; PROCESSES=1 jobs/node.sh ... trains with one process" >&2
+    exit 2
+fi
 processes=${PROCESSES:-$(nvidia-smi --list-gpus | wc -l)}
 
 for stage in $stages; do

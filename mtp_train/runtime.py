@@ -111,6 +111,7 @@ def progress(iterable: Iterable[Item] | None = None, *, desc: str, unit: str, to
     from tqdm import tqdm
 
     watched = sys.stderr.isatty()
+    widthless = watched and not os.get_terminal_size(sys.stderr.fileno()).columns  # as a container's may be
     return tqdm(
         iterable,
         desc=desc,
@@ -119,7 +120,8 @@ def progress(iterable: Iterable[Item] | None = None, *, desc: str, unit: str, to
         initial=initial,
         disable=not is_main(),
         mininterval=0.5 if watched else 10.0,
-        dynamic_ncols=watched,
+        ncols=80 if widthless else None,
+        dynamic_ncols=watched and not widthless,
         smoothing=0.1,
         file=sys.stderr,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -75,6 +76,27 @@ def test_shellcheck_finds_nothing() -> None:
     subprocess.run(
         [str(shellcheck), *map(str, JOBS), *map(str, sorted((ROOT / "tools").glob("*.sh"))), str(ROOT / ".ci" / "run")], check=True
     )
+
+
+@pytest.mark.parametrize(
+    ("job", "word", "said"),
+    [
+        (
+            "demo.sh",
+            "regenrate:prompt.limit=3",
+            "expected stage:key=value with regenerate, precompute, train, evaluate or export, found 'reg",
+        ),
+        ("demo.sh", "small", "expected key=value or stage:key=value, found 'small'"),
+        ("node.sh", "run=x", "expected GPUs that nvidia-smi counts, or PROCESSES, found neither"),
+    ],
+)
+def test_a_job_refuses_in_one_line_before_it_makes_anything(tmp_path: Path, job: str, word: str, said: str) -> None:
+    for name in ("bash", "dirname"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    here = {"PATH": str(tmp_path), "VENV": str(tmp_path / "none")}
+    done = subprocess.run(["bash", str(ROOT / "jobs" / job), word], env=here, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and done.stderr.startswith(f"jobs/{job}: {said}") and len(done.stderr.splitlines()) == 1, done.stderr
+    assert not (tmp_path / "none").exists()
 
 
 def test_setup_says_first_which_environment_it_works_on(tmp_path: Path) -> None:

@@ -85,7 +85,13 @@ def figures_json(summary: Summary) -> dict[str, Any]:
     return {
         "sections": [_section_json(section) for section in summary.sections],
         "aims": [
-            {**dataclasses.asdict(v.aim), "found": v.found._asdict() if v.found else None, "reached": v.reached} for v in summary.verdicts
+            {
+                **dataclasses.asdict(v.aim),
+                "found": v.found._asdict() if v.found else None,
+                "reached": v.reached,
+                "established": v.established,
+            }
+            for v in summary.verdicts
         ],
     }
 

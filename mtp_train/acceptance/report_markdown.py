@@ -127,6 +127,6 @@ def print_tables(summary: Summary, notes: Sequence[str]) -> None:
             console.print(Text(text))
         console.print()
     for verdict in summary.verdicts:
-        console.print(Text(verdict.text, style="green" if verdict.reached else "yellow"))
+        console.print(Text(verdict.text, style="green" if verdict.established else "yellow"))
     for note in notes:
         console.print(Text(f"Note: {note}"))

@@ -94,14 +94,20 @@ class Section:
 
 
 class Verdict(NamedTuple):
-    """An aim and what came of it; ``found`` None: not measured."""
+    """An aim and what came of it, measured on so many prompts; ``found`` None: not measured."""
 
     aim: Aim
     found: Interval | None
+    num_prompts: int
 
     @property
     def reached(self) -> bool:
         return self.found is not None and self.found.value >= self.aim.at_least
+
+    @property
+    def established(self) -> bool:
+        """Whether it is reached on prompts enough to say so."""
+        return self.reached and self.num_prompts >= MIN_PROMPTS
 
     @property
     def text(self) -> str:
@@ -109,7 +115,9 @@ class Verdict(NamedTuple):
         start = f"{self.aim.head} on {self.aim.prompt_set}, {what}: aim {self.aim.at_least:.2f}; "
         if self.found is None:
             return start + "not measured: missed."
-        return start + f"measured {interval_text(self.found)}: {'reached' if self.reached else 'missed'}."
+        few = f" by {self.num_prompts} prompts, of {MIN_PROMPTS} at least, which establish nothing"
+        outcome = ("reached" if self.reached else "missed") + ("" if self.num_prompts >= MIN_PROMPTS else few)
+        return start + f"measured {interval_text(self.found)}: {outcome}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,8 +211,8 @@ def _judge(aim: Aim, sections: Sequence[Section]) -> Verdict:
                 ratio = figures.speedup
                 speed = None if ratio is None else Interval(ratio, None, None)
                 values = {"first_position": figures.rates[0], "acceptance_length": figures.length, "speedup": speed}
-                return Verdict(aim, values[aim.quantity])
-    return Verdict(aim, None)
+                return Verdict(aim, values[aim.quantity], len(figures.measurement.acceptance.prompts))
+    return Verdict(aim, None, 0)
 
 
 class Group(NamedTuple):

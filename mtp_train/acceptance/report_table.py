@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from mtp_train.acceptance.report_pairs import MIN_PROMPTS
 from mtp_train.acceptance.report_summary import Figures, Section, interval_text
 
 NONE = "–"
@@ -84,10 +85,11 @@ def estimate_note(section: Section) -> list[str]:
         rate = figures.rates[0]
         if estimate is None or rate.low is None or rate.high is None:
             continue
-        inside = rate.low <= estimate.rates[0].value <= rate.high
+        inside, num_prompts = rate.low <= estimate.rates[0].value <= rate.high, len(figures.measurement.acceptance.prompts)
+        few = f", which {num_prompts} prompts, of {MIN_PROMPTS} at least, make too narrow" if num_prompts < MIN_PROMPTS else ""
         notes.append(
             f"{figures.head}: the estimate of the first position, {estimate.rates[0].value:.3f}, lies "
-            f"{'within' if inside else 'outside'} the measured interval [{rate.low:.3f}, {rate.high:.3f}] ({figures.engine})."
+            f"{'within' if inside else 'outside'} the measured interval [{rate.low:.3f}, {rate.high:.3f}] ({figures.engine}){few}."
         )
     return notes
 

@@ -32,7 +32,6 @@ from mtp_train.engine.stop import stop_token_ids
 from mtp_train.head.base import Head
 from mtp_train.nn.attention import ATTENTION, PackedAttention
 from mtp_train.records import Acceptance, Response, Sample
-from mtp_train.runtime import progress
 from mtp_train.target.weights import SharedWeights
 
 LoadHead = Callable[[Path, SharedWeights], Head]
@@ -95,11 +94,12 @@ class HfEngine(Engine):
     def _generate(
         self, requests: Sequence[GenerateRequest], sampling: Sampling, *, batch_size: int, ignore_eos: bool, desc: str
     ) -> Iterator[Generated]:
-        needs = [len(request.token_ids) + min(request.max_new_tokens, sampling.max_new_tokens) for request in requests]
+        limits = [min(request.max_new_tokens, sampling.max_new_tokens) for request in requests]
+        needs = [len(request.token_ids) + limit for request, limit in zip(requests, limits, strict=True)]
         if not needs:
             return  # the target need not be loaded
         self.target.check_length(max(needs))
-        with watched(requests, sampling, desc=desc) as watch:
+        with watched(num_prompt_tokens=sum(needs) - sum(limits), most_new_tokens=sum(limits), desc=desc) as watch:
             for group in by_room(requests, needs, batch_size=batch_size, max_cache_tokens=self.max_cache_tokens):
                 yield from generate(
                     self.target,
@@ -122,12 +122,16 @@ class HfEngine(Engine):
         if needs:  # else nothing is decoded, and the target need not be loaded
             self.target.check_length(max(needs))
         parts: list[Measured] = []
-        with progress(desc=f"decode with drafts, {self.dtype}", unit="prompt", total=len(requests)) as bar:
+        with watched(
+            num_prompt_tokens=sum(len(request.token_ids) for request in requests),
+            most_new_tokens=settings.sampling.max_new_tokens * len(requests),
+            desc=f"decode with drafts, {self.dtype}",
+        ) as watch:
             for group in by_room(requests, needs, batch_size=settings.batch_size, max_cache_tokens=self.max_cache_tokens):
                 run = Speculation(
                     target=self.target, head=head, settings=settings, max_prefill_tokens=self.max_prefill_tokens, num_slots=group.num_slots
                 )
-                parts.append(run.run(group.requests, bar.update))
+                parts.append(run.run(group.requests, watch))
         measured = merge(parts, order=[request.prompt_id for request in requests])
         return Acceptance(
             prompts=tuple(measured.prompts),

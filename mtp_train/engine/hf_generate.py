@@ -122,12 +122,11 @@ def generate(
 
 
 @contextmanager
-def watched(requests: Sequence[GenerateRequest], sampling: Sampling, *, desc: str) -> Iterator[Watch]:
-    """A bar over the tokens that these requests may be answered with, which are fewer with every answer that ends early; before
-    the first is written it says how much of the prompts is read."""
-    num_prompt_tokens, num_read = sum(len(request.token_ids) for request in requests), 0
-    most = sum(min(request.max_new_tokens, sampling.max_new_tokens) for request in requests)
-    with progress(desc=desc, unit="tok", total=most) as bar:
+def watched(*, num_prompt_tokens: int, most_new_tokens: int, desc: str) -> Iterator[Watch]:
+    """A bar over the tokens that prompts may be answered with, which are fewer with every answer that ends early; before the first
+    is written it says how much of the prompts is read."""
+    num_read = 0
+    with progress(desc=desc, unit="tok", total=most_new_tokens) as bar:
 
         def watch(read: int, written: int, spared: int) -> None:
             nonlocal num_read

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from mtp_train.acceptance.tally import Tally, keep
 from mtp_train.acceptance.verify import request_generator
 from mtp_train.decoding.base import NewBases
 from mtp_train.engine.base import SpeculateRequest, SpeculateSettings
-from mtp_train.engine.hf_generate import check_tokens, share_rows
+from mtp_train.engine.hf_generate import Watch, check_tokens, share_rows
 from mtp_train.engine.hf_model import TargetModel
 from mtp_train.engine.hf_verify import judge
 from mtp_train.head.base import Head
@@ -107,8 +107,8 @@ class Speculation:
         self.accepted_all = [0] * settings.num_speculative_tokens
 
     @torch.inference_mode()
-    def run(self, requests: Sequence[SpeculateRequest], on_answer: Callable[[], object]) -> Measured:
-        """Decode all requests; ``on_answer`` is called as each ends."""
+    def run(self, requests: Sequence[SpeculateRequest], watch: Watch) -> Measured:
+        """Decode all requests."""
         started = time.perf_counter()
         waiting = deque(requests)
         done: dict[str, PromptAcceptance] = {}
@@ -119,17 +119,21 @@ class Speculation:
             pieces = self._forward()
             reading = [piece for piece in pieces if len(piece.sequence.pending) > piece.share]
             writing = [piece for piece in pieces if len(piece.sequence.pending) == piece.share]
+            num_read = sum(piece.share for piece in pieces if not piece.sequence.new_tokens)
+            num_written, num_spared = -sum(len(piece.sequence.new_tokens) for piece in writing), 0
             new = [self._read(piece) for piece in reading]
             for piece, judged, observed in zip(writing, self._verify(writing), self._observe(writing), strict=True):
                 bases = self._write(piece, judged, observed)
                 if bases is None:
                     done[piece.sequence.request.prompt_id] = self._finish(piece.slot)
-                    on_answer()
+                    num_spared += self.sampling.max_new_tokens - len(piece.sequence.new_tokens)
                 else:
                     new.append(bases)
             if new:
                 for bases, draft in zip(new, self.drafter.propose(new), strict=True):
                     self.running[bases.slot].draft = draft
+            num_written += sum(len(piece.sequence.new_tokens) for piece in writing)
+            watch(num_read, num_written, num_spared)
         return Measured(
             prompts=[done[request.prompt_id] for request in requests],
             drafted_beyond_end=self.drafted_all,

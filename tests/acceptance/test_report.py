@@ -186,7 +186,9 @@ def test_a_changed_report_is_refused_and_a_whole_one_stands(report_data: ReportD
 def test_aims_are_judged_by_what_was_measured(report_data: ReportData) -> None:
     reached, missed = summarise(report_data).verdicts
     assert reached.reached
-    assert reached.text.endswith("reached.")
+    assert reached.established and reached.text.endswith("reached.")
+    few = reached._replace(num_prompts=9)
+    assert few.reached and not few.established and few.text.endswith("reached by 9 prompts, of 10 at least, which establish nothing.")
     assert not missed.reached
     assert "aim 0.30" in missed.text
     assert missed.text.endswith("missed.")

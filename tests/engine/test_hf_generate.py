@@ -129,7 +129,7 @@ def test_the_watch_hears_of_every_token(tiny_target, make_engine, prompts, capsy
     assert new + spared == 40 * len(prompts) and spared > 0
     assert any(read and not new for read, new, _ in heard)  # the bar moves before anything is written
 
-    with watched(requests, GREEDY, desc="write, float32") as watch:
+    with watched(num_prompt_tokens=sum(map(len, prompts)), most_new_tokens=40 * len(prompts), desc="write, float32") as watch:
         for counts in heard:
             watch(*counts)
     said = capsys.readouterr().err

@@ -191,7 +191,7 @@ def test_counts_are_those_of_the_drafts_one_by_one(
     log.clear()
     settings = settings_of(decoding, max_new_tokens=max_new_tokens)
     run = Logged(target=engine.target, head=head_for(decoding), settings=settings, max_prefill_tokens=64, num_slots=3)
-    for prompt in run.run(requests, lambda: None).prompts:
+    for prompt in run.run(requests, lambda read, written, spared: None).prompts:
         answer, flags, drafts = list[int](), list[bool](), 0
         drafted, accepted = [0] * decoding.depth, [0] * decoding.depth
         for draft, judged in log[prompt.prompt_id]:
@@ -245,7 +245,7 @@ def test_the_targets_cache_holds_the_accepted_path_alone(
 ) -> None:
     decoding = SCHEMES[name]
     checked = Checked(target=engine.target, head=head_for(decoding), settings=settings_of(decoding), max_prefill_tokens=64, num_slots=3)
-    checked.run(requests[:4], lambda: None)
+    checked.run(requests[:4], lambda read, written, spared: None)
     assert checked.num_checked > 10
     if decoding.needs_head:
         assert checked.num_deep > 1, "paths of one token move nothing"
@@ -275,7 +275,7 @@ def test_a_draft_models_cache_holds_the_accepted_path_alone(engine: HfEngine, re
         return held
 
     run.drafter.settle = settle_and_check  # type: ignore[method-assign]
-    run.run(requests[:3], lambda: None)
+    run.run(requests[:3], lambda read, written, spared: None)
     assert num_checked > 5
 
 
