@@ -899,10 +899,14 @@ def test_the_certificate_is_of_the_run_s_own_target(finished: Run, tmp_path: Pat
         assert "sampled case" not in done.stderr and not out.exists()
     done = certify(*target, "--temperatures", "--schemes", "chain", "prompt_lookup")
     assert done.code == 0, done.stderr[-3000:]
-    greedy = json.loads((out / "certificate.json").read_text(encoding="utf-8"))["certificate"]["greedy"]
-    assert [(case["head"], case["decoding"], case["identity"]["num_prompts"]) for case in greedy] == [
-        ("mtp", "chain", 2),
-        ("none", "prompt_lookup", 2),
+    certificate = json.loads((out / "certificate.json").read_text(encoding="utf-8"))["certificate"]
+    config = json.loads((head / "head.json").read_text(encoding="utf-8"))
+    assert certificate["target_fingerprint"] == config["target"]["target_fingerprint"]
+    assert [
+        (case["head"], case["weights_sha256"], case["decoding"], case["identity"]["num_prompts"]) for case in certificate["greedy"]
+    ] == [
+        ("mtp", config["weights_sha256"], "chain", 2),
+        ("none", None, "prompt_lookup", 2),
     ]
 
 

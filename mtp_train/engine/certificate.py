@@ -232,8 +232,8 @@ class GreedyTexts:
     max_new_tokens: int
     _plain: Baseline | None = None
 
-    def compare(self, decoding: Decoding, *, head: str, draft: Path | None) -> GreedyCase:
-        """Whether the texts with drafts are the plain ones, token for token."""
+    def compare(self, decoding: Decoding, *, head: str, draft: Path | None, weights_sha256: str | None) -> GreedyCase:
+        """Whether the texts with drafts are the plain ones, token for token. ``weights_sha256`` is that of the head in ``draft``."""
         settings = SpeculateSettings(
             decoding=decoding,
             draft_sampling="greedy",
@@ -254,7 +254,14 @@ class GreedyTexts:
         )
         assert found.identity is not None
         drafted = way_of(found.acceptance).drafted
-        return GreedyCase(head=head, decoding=decoding.word, drafted=drafted, prompt_set=self.prompt_set, identity=found.identity)
+        return GreedyCase(
+            head=head,
+            decoding=decoding.word,
+            drafted=drafted,
+            prompt_set=self.prompt_set,
+            identity=found.identity,
+            weights_sha256=weights_sha256,
+        )
 
 
 @dataclass(kw_only=True)
