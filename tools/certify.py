@@ -97,6 +97,10 @@ class Compared(NamedTuple):
     ways: list[tuple[Any, Path | None]]
     weights: dict[Path, str]
 
+    def identity(self) -> dict[str, Any]:
+        """Whose texts they are: a head that was trained again under its name is another one."""
+        return {"target": self.target.identity(), "weights": {str(checkpoint): sha256 for checkpoint, sha256 in self.weights.items()}}
+
 
 def comparisons(arguments: argparse.Namespace) -> Compared:
     """What is compared. ValueError, before anything is drawn, for a head that is not there, not whole, of another target, or for none of
@@ -170,10 +174,11 @@ def main() -> int:
     made_by = provenance()
     code = {"git_commit": made_by["git_commit"], "packages": made_by["packages"]}
     settings = {name: str(value) for name, value in vars(arguments).items()}
-    unfinished = Unfinished(path=arguments.out / "certificate.unfinished.json", identity={"settings": settings, "code": code})
     with telling("certify"):
         check_schemes(arguments)
         opened = comparisons(arguments) if arguments.checkpoint else None
+        identity = {"settings": settings, "code": code, "heads": None if opened is None else opened.identity()}
+        unfinished = Unfinished(path=arguments.out / "certificate.unfinished.json", identity=identity)
         with tempfile.TemporaryDirectory() as folder:
             target = SmallTarget(Path(folder), vocabulary=arguments.vocabulary, seed=arguments.seed)
             certificate = Certificate(

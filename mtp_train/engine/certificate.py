@@ -268,7 +268,7 @@ class GreedyTexts:
 class Unfinished:
     """What is certified so far, on disk beside the certificate until that is whole: a run that was interrupted goes on.
 
-    Cases of other settings, or of other code (``identity``), are not taken over.
+    Cases of other settings, of other code, or of other heads or their target (``identity``), are not taken over, and that is said.
     """
 
     path: Path
@@ -285,6 +285,9 @@ class Unfinished:
             return
         if found["identity"] == self.identity:
             self.done = found["done"]
+        elif found["done"]:
+            odd = [key for key in (*self.identity, *found["identity"]) if self.identity.get(key) != found["identity"].get(key)]
+            log(f"certificate: {len(found['done'])} cases of other {', '.join(dict.fromkeys(odd))} are made again")
 
     def get(self, key: str, kind: type[Finished], make: Callable[[], Finished]) -> Finished:
         """The case ``key`` from disk, else made now and kept."""
