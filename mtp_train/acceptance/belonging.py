@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mtp_train.acceptance.certificate import SHOWN_DIGITS, Certificate, GreedyCase
+from mtp_train.acceptance.costs import CostTable
 from mtp_train.acceptance.report_data import WEIGHTS_FACT, TrainedHead
 
 _AGAIN = "run tools/certify.py again"
@@ -34,6 +35,23 @@ def certificate_of(
     return replace(certificate, greedy=tuple(kept)), said
 
 
+def costs_of(tables: Sequence[CostTable], *, heads: Sequence[TrainedHead]) -> tuple[tuple[CostTable, ...], list[str]]:
+    """The tables but for those of other weights of a head in the report, and a sentence for each of these. A table of a head that the
+    report does not hold stays: no figures of the report are set against it."""
+    stated = {head.name: head.facts.get(WEIGHTS_FACT) for head in heads}
+    kept, said = [], []
+    for table in tables:
+        if table.head not in stated or same_weights(table.head_sha256, stated[table.head]):
+            kept.append(table)
+            continue
+        said.append(
+            f"The costs of {table.head} in {table.engine} are left out: expected the weights that were measured "
+            f"({short(stated[table.head])}), found others ({short(table.head_sha256)}); run tools/measure_costs.py --name {table.head} "
+            f"--engine {table.engine} again, or evaluate, whichever was done with the earlier head."
+        )
+    return tuple(kept), said
+
+
 def _greedy_of(
     certificate: Certificate, stated: Mapping[str, Any], *, fingerprint: Any, target_name: str
 ) -> tuple[list[GreedyCase], list[str]]:
@@ -44,8 +62,8 @@ def _greedy_of(
         return [], [f"The certificate's greedy texts are left out: it was written before it stated the heads' weights; {_AGAIN}."]
     if found != fingerprint:
         return [], [
-            f"The certificate's greedy texts are left out: expected those of {target_name} ({_short(fingerprint)}), found those of another "
-            f"target ({_short(found)}); {_AGAIN}, with this one as --target."
+            f"The certificate's greedy texts are left out: expected those of {target_name} ({short(fingerprint)}), found those of another "
+            f"target ({short(found)}); {_AGAIN}, with this one as --target."
         ]
     kept: list[GreedyCase] = []
     dropped: dict[tuple[str, str], list[str]] = {}
@@ -58,10 +76,11 @@ def _greedy_of(
             dropped.setdefault((case.head, case.weights_sha256), []).append(case.drafted)
     return kept, [
         f"The certificate's greedy texts of {head} ({'; '.join(drafts)}) are left out: expected the weights that were measured "
-        f"({_short(stated[head])}), found others ({_short(sha256)}); {_AGAIN}, or evaluate, whichever was done with the earlier head."
+        f"({short(stated[head])}), found others ({short(sha256)}); {_AGAIN}, or evaluate, whichever was done with the earlier head."
         for (head, sha256), drafts in dropped.items()
     ]
 
 
-def _short(sha256: Any) -> str:
-    return "none stated" if sha256 is None else str(sha256)[:SHOWN_DIGITS]
+def short(sha256: str | None) -> str:
+    """A hash as sentences show it."""
+    return "none stated" if sha256 is None else sha256[:SHOWN_DIGITS]

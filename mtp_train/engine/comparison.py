@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_train.acceptance.alike import unlike
-from mtp_train.acceptance.belonging import certificate_of
+from mtp_train.acceptance.belonging import certificate_of, costs_of
 from mtp_train.acceptance.certificate import Certificate
 from mtp_train.acceptance.costs import FOLDER, CostTable, read_costs
 from mtp_train.acceptance.report import read_certificate
@@ -211,7 +211,8 @@ def collect(out: Path, *, target: Mapping[str, Any], run_folder: Path, aims: Seq
             provenance[stage] = read_json(path)
     for document in documents:
         provenance |= document["provenance"]
-    certificate, left_out = _certificate(out, heads, target)
+    certificate, not_certified = _certificate(out, heads, target)
+    costs, not_timed = costs_of(_costs(out, target), heads=heads)
     listed = [Aim(head=head.name, **aim) for aim in aims for head in heads if aim["prompt_set"] in names]
     return ReportData(
         title=f"Acceptance of {' and '.join(head.name for head in heads)} on {target['name']}",
@@ -225,10 +226,11 @@ def collect(out: Path, *, target: Mapping[str, Any], run_folder: Path, aims: Seq
         notes=(
             *unlike(measurements),
             *(text for document in documents for text in (*document.get("replaced", ()), *document.get("stays", ()))),
-            *left_out,
+            *not_certified,
+            *not_timed,
         ),
         certificate=certificate,
-        costs=_costs(out, target),
+        costs=costs,
     )
 
 

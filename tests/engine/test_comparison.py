@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mtp_train.acceptance.certificate import Certificate, GreedyCase, SampledCase, distances
+from mtp_train.acceptance.costs import CostTable, Timing, write_costs
 from mtp_train.acceptance.identity import Identity
 from mtp_train.acceptance.report import CERTIFICATE_JSON, write_certificate
 from mtp_train.acceptance.report_data import Measurement, PromptSet, ReportData
@@ -302,3 +303,37 @@ def test_a_certificate_of_another_target_or_of_before_it_said_whose_it_is_leaves
     assert certified(data) == [] and data.certificate is not None and len(data.certificate.sampled) == 1, "those are of no head"
     (note,) = data.notes
     assert "written before it stated the heads' weights; run tools/certify.py again" in note
+
+
+def test_costs_are_of_the_heads_that_were_measured(tmp_path: Path) -> None:
+    """Times of an earlier head of one's name leave the report, which says so; those of the target alone, or of a head that it does not
+    hold, are set against nobody's figures."""
+    out = tmp_path / "report"
+    for name in ("one", "two"):
+        keep(out, name, measurement(name))
+    cells = tuple(Timing(batch_size=1, num_tokens=n, seconds=1.0, low_s=1.0, high_s=1.0, num_repeats=3) for n in (1, 2))
+    for head in ("one", "two", None):
+        table = CostTable(
+            source="measured",
+            engine="hf",
+            engine_version="1",
+            dtype="float32",
+            device="cpu",
+            target_name="tiny",
+            target_fingerprint=TARGET["target_fingerprint"],
+            head=head,
+            context_tokens=8,
+            verify=cells,
+            drafting=cells if head else (),
+            notes={"head_sha256": read_head_config(tmp_path / "checkpoint" / head)["weights_sha256"] if head else None},
+        )
+        write_costs(table, out)
+    assert [table.head for table in collected(out).costs] == ["one", None, "two"] and collected(out).notes == ()
+
+    keep(out, "one", measurement("one"), weight=1.0)
+    (out / "pieces" / "two" / "head.json").unlink()
+    data = collected(out)
+    assert [table.head for table in data.costs] == [None, "two"]
+    (note,) = [note for note in data.notes if "costs" in note]
+    assert note.startswith("The costs of one in hf are left out: expected the weights that were measured (")
+    assert "run tools/measure_costs.py --name one --engine hf again, or evaluate" in note
