@@ -47,11 +47,14 @@ def _reports(cfg: DictConfig) -> tuple[dict[str, ReportData], dict[str, Path]]:
 
 
 def _measured_tables(reports: Mapping[str, ReportData], folders: Mapping[str, Path], *, engine: str, hardware: Hardware) -> TableOf:
-    """Finds what was timed: a head's own table; for schemes without a head any of the engine. Tables that lie in a report's folder and
-    not in the report yet (evaluate takes them up) count too."""
+    """Finds what was timed: a head's own table, of the weights that the report measured; for schemes without a head any of the engine.
+    Tables that lie in a report's folder and not in the report yet (evaluate takes them up) count too."""
+    from mtp_train.acceptance.belonging import same_weights, short
     from mtp_train.acceptance.costs import read_costs
+    from mtp_train.acceptance.report_data import WEIGHTS_FACT
     from mtp_train.advising.missing import costs_command
 
+    weights = {(run, found.name): found.facts.get(WEIGHTS_FACT) for run, data in reports.items() for found in data.heads}
     tables: dict[str, tuple[CostTable, ...]] = {}
     for run, data in reports.items():
         beside = read_costs(folders[run])
@@ -70,6 +73,12 @@ def _measured_tables(reports: Mapping[str, ReportData], folders: Mapping[str, Pa
         found = min(here, key=lambda table: table.head is not None)  # without a head, the target's own table first
         if found.target_fingerprint != reports[run].target.get("fingerprint"):
             raise ValueError(f"costs: expected times of {reports[run].target['name']}, found those of {found.target_name} in {run}")
+        if head is not None and not same_weights(found.head_sha256, weights[run, head]):
+            raise ValueError(
+                f"costs: expected times of the {head} that was measured (sha256 {short(weights[run, head])}), found those of other weights "
+                f"({short(found.head_sha256)}) in {run}; run {costs_command(run, head=head, engine=engine)}, and before it evaluate where "
+                "the head was trained again since"
+            )
         kind = "cpu" if found.device.startswith("cpu") else "gpu"
         if kind != hardware.kind:
             raise ValueError(

@@ -899,11 +899,32 @@ def test_the_certificate_is_of_the_run_s_own_target(finished: Run, tmp_path: Pat
         assert "sampled case" not in done.stderr and not out.exists()
     done = certify(*target, "--temperatures", "--schemes", "chain", "prompt_lookup")
     assert done.code == 0, done.stderr[-3000:]
-    greedy = json.loads((out / "certificate.json").read_text(encoding="utf-8"))["certificate"]["greedy"]
-    assert [(case["head"], case["decoding"], case["identity"]["num_prompts"]) for case in greedy] == [
-        ("mtp", "chain", 2),
-        ("none", "prompt_lookup", 2),
+    certificate = json.loads((out / "certificate.json").read_text(encoding="utf-8"))["certificate"]
+    config = json.loads((head / "head.json").read_text(encoding="utf-8"))
+    assert certificate["target_fingerprint"] == config["target"]["target_fingerprint"]
+    assert [
+        (case["head"], case["weights_sha256"], case["decoding"], case["identity"]["num_prompts"]) for case in certificate["greedy"]
+    ] == [
+        ("mtp", config["weights_sha256"], "chain", 2),
+        ("none", None, "prompt_lookup", 2),
     ]
+
+
+def test_an_interrupted_certificate_takes_over_no_cases_of_another_head(finished: Run, tmp_path: Path, shell: Shell) -> None:
+    """The head is trained again under its name, as another one, before the certificate goes on."""
+    out, head = tmp_path / "report", tmp_path / "checkpoint" / "mtp"
+    words = ["--out", str(out), "--checkpoint", str(head), "--target", "local", f"path={finished.target}", "name=tiny"]
+    words += ["--temperatures", "--num-prompts", "2", "--max-new-tokens", "6", "--schemes", "chain", "prompt_lookup"]
+    shutil.copytree(finished.folder / "checkpoint" / "mtp", head)
+    killed = shell.wait(shell.start("tools.certify", words, die=("mtp_train.engine.hf:HfEngine.speculate", 2)))
+    assert killed.code == -signal.SIGKILL and (out / "certificate.unfinished.json").is_file(), killed.stderr[-3000:]
+    shutil.rmtree(head)
+    shutil.copytree(finished.folder / "checkpoint" / "eagle", head)
+    done = shell.wait(shell.start("tools.certify", words))
+    assert done.code == 0, done.stderr[-3000:]
+    assert "certificate: 1 cases of other heads are made again" in done.stderr and "is done already" not in done.stderr
+    case, _ = json.loads((out / "certificate.json").read_text(encoding="utf-8"))["certificate"]["greedy"]
+    assert case["weights_sha256"] == json.loads((head / "head.json").read_text(encoding="utf-8"))["weights_sha256"]
 
 
 def test_kinds_of_heads_are_compared_in_one_table(finished: Run, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mtp_train.opening import add_target_option
 
@@ -88,10 +88,23 @@ def sampled(arguments: argparse.Namespace, target: Any, unfinished: Any) -> list
     return found
 
 
-def comparisons(arguments: argparse.Namespace) -> tuple[Any, list[Any], list[tuple[Any, Path | None]]]:
+class Compared(NamedTuple):
     """The heads' target, opened, its prompts, and what is compared on them: every scheme with every head that can draft with it, and
-    once those that need none. ValueError, before anything is drawn, for a head that is not there, not whole, of another target, or
-    for none of the schemes."""
+    once those that need none. ``weights``: the sha256 of each head's weights, by checkpoint."""
+
+    target: Any
+    requests: list[Any]
+    ways: list[tuple[Any, Path | None]]
+    weights: dict[Path, str]
+
+    def identity(self) -> dict[str, Any]:
+        """Whose texts they are: a head that was trained again under its name is another one."""
+        return {"target": self.target.identity(), "weights": {str(checkpoint): sha256 for checkpoint, sha256 in self.weights.items()}}
+
+
+def comparisons(arguments: argparse.Namespace) -> Compared:
+    """What is compared. ValueError, before anything is drawn, for a head that is not there, not whole, of another target, or for none of
+    the schemes."""
     from mtp_train.checkpoint import check_head, read_head_config, read_head_tensors
     from mtp_train.engine.measure import requests_of
     from mtp_train.opening import open_named_target
@@ -122,12 +135,10 @@ def comparisons(arguments: argparse.Namespace) -> tuple[Any, list[Any], list[tup
     prompts, _ = load_prompts(**{**load_word("benchmark", arguments.prompts), "limit": arguments.num_prompts})
     limit = target.length_limit(4096)
     requests, _ = requests_of(prompts, target.template, max_length_tokens=limit, max_new_tokens=arguments.max_new_tokens)
-    return target, requests, found
+    return Compared(target, requests, found, {checkpoint: head["weights_sha256"] for checkpoint, head in heads.items()})
 
 
-def greedy(
-    arguments: argparse.Namespace, target: Any, requests: list[Any], compared: list[tuple[Any, Path | None]], unfinished: Any
-) -> list[Any]:
+def greedy(arguments: argparse.Namespace, compared: Compared, unfinished: Any) -> list[Any]:
     """The texts of each scheme and head on the prompts, in float32."""
     from mtp_train.acceptance.certificate import GreedyCase
     from mtp_train.engine.certificate import GreedyTexts
@@ -135,14 +146,17 @@ def greedy(
     from mtp_train.opening import head_loader
     from mtp_train.stage import build, load_word
 
+    target = compared.target
     node = {**load_word("engine", "hf"), "dtype": "float32", "batch_size": arguments.batch_size}
     engine: HfEngine = build(node, target_path=target.path, trust_remote_code=target.trust_remote_code, load_head=head_loader(target))
-    texts = GreedyTexts(engine=engine, prompt_set=arguments.prompts, requests=requests, max_new_tokens=arguments.max_new_tokens)
+    texts = GreedyTexts(engine=engine, prompt_set=arguments.prompts, requests=compared.requests, max_new_tokens=arguments.max_new_tokens)
     found = []
-    for decoding, checkpoint in compared:
+    for decoding, checkpoint in compared.ways:
 
         def compare(decoding: Any = decoding, checkpoint: Path | None = checkpoint) -> GreedyCase:
-            return texts.compare(decoding, head="none" if checkpoint is None else checkpoint.name, draft=checkpoint)
+            if checkpoint is None:
+                return texts.compare(decoding, head="none", draft=None, weights_sha256=None)
+            return texts.compare(decoding, head=checkpoint.name, draft=checkpoint, weights_sha256=compared.weights[checkpoint])
 
         found.append(unfinished.get(f"greedy texts, {decoding.word}, {checkpoint}", GreedyCase, compare))
     return found
@@ -160,18 +174,20 @@ def main() -> int:
     made_by = provenance()
     code = {"git_commit": made_by["git_commit"], "packages": made_by["packages"]}
     settings = {name: str(value) for name, value in vars(arguments).items()}
-    unfinished = Unfinished(path=arguments.out / "certificate.unfinished.json", identity={"settings": settings, "code": code})
     with telling("certify"):
         check_schemes(arguments)
         opened = comparisons(arguments) if arguments.checkpoint else None
+        identity = {"settings": settings, "code": code, "heads": None if opened is None else opened.identity()}
+        unfinished = Unfinished(path=arguments.out / "certificate.unfinished.json", identity=identity)
         with tempfile.TemporaryDirectory() as folder:
             target = SmallTarget(Path(folder), vocabulary=arguments.vocabulary, seed=arguments.seed)
             certificate = Certificate(
                 sampled=tuple(sampled(arguments, target, unfinished)),
-                greedy=tuple(greedy(arguments, *opened, unfinished) if opened is not None else ()),
+                greedy=tuple(greedy(arguments, opened, unfinished) if opened is not None else ()),
                 engine=f"hf ({target.engine.version}, float32)",
                 target=target.description,
                 provenance={"settings": settings, **made_by},
+                target_fingerprint=None if opened is None else opened.target.spec.fingerprint,
             )
         path = write_certificate(certificate, arguments.out)
         unfinished.path.unlink(missing_ok=True)

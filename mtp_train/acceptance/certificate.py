@@ -27,6 +27,7 @@ LEAST_P_VALUE = 0.001
 _MOST_BIAS = 0.25
 # Cells of fewer expected draws are pooled for the p-value, whose distribution is an approximation (Cochran 1954).
 LEAST_EXPECTED = 5.0
+SHOWN_DIGITS = 16  # of a hash, in tables and sentences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,24 +61,28 @@ class SampledCase:
 
 @dataclass(frozen=True, kw_only=True)
 class GreedyCase:
-    """One scheme's greedy texts against plain greedy decoding, in float32."""
+    """One scheme's greedy texts against plain greedy decoding, in float32. ``weights_sha256`` says which head of that name drafted; None
+    for a scheme without a head."""
 
     head: str
     decoding: str
     drafted: str
     prompt_set: str
     identity: Identity
+    weights_sha256: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """``engine`` and ``target`` (the small one, of which everything can be enumerated) say what was measured."""
+    """``engine`` and ``target`` (the small one, of which everything can be enumerated) say what was measured; ``target_fingerprint`` is
+    of the greedy texts' target, the heads' own. None: no such texts, or written before certificates stated whose they are."""
 
     sampled: tuple[SampledCase, ...]
     greedy: tuple[GreedyCase, ...]
     engine: str
     target: str
     provenance: dict[str, Any]
+    target_fingerprint: str | None = None
 
     @property
     def least_p_value(self) -> float:
@@ -197,7 +202,7 @@ SAMPLED_COLUMNS = (
     "p-value",
     "holds",
 )
-GREEDY_COLUMNS = ("head", "drafts", "prompts", "the same text", "tokens compared", "ties", "holds")
+GREEDY_COLUMNS = ("head", "weights sha256", "drafts", "prompts", "the same text", "tokens compared", "ties", "holds")
 
 
 def greedy_rows(certificate: Certificate) -> list[list[str]]:
@@ -205,6 +210,7 @@ def greedy_rows(certificate: Certificate) -> list[list[str]]:
     return [
         [
             case.head,
+            "–" if case.weights_sha256 is None else case.weights_sha256[:SHOWN_DIGITS],
             case.drafted,
             case.prompt_set,
             f"{case.identity.num_identical} of {case.identity.num_prompts}",

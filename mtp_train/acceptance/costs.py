@@ -109,6 +109,12 @@ class CostTable:
         return self.verified_tokens[-1] - 1
 
     @property
+    def head_sha256(self) -> str | None:
+        """The hash of the weights of the head that was timed; None where it is not stated."""
+        found = self.notes.get("head_sha256")
+        return found if isinstance(found, str) else None
+
+    @property
     def label(self) -> str:
         """Who was timed, where: for tables and captions."""
         head = "" if self.head is None else f", head {self.head}"

@@ -232,8 +232,8 @@ class GreedyTexts:
     max_new_tokens: int
     _plain: Baseline | None = None
 
-    def compare(self, decoding: Decoding, *, head: str, draft: Path | None) -> GreedyCase:
-        """Whether the texts with drafts are the plain ones, token for token."""
+    def compare(self, decoding: Decoding, *, head: str, draft: Path | None, weights_sha256: str | None) -> GreedyCase:
+        """Whether the texts with drafts are the plain ones, token for token. ``weights_sha256`` is that of the head in ``draft``."""
         settings = SpeculateSettings(
             decoding=decoding,
             draft_sampling="greedy",
@@ -254,14 +254,21 @@ class GreedyTexts:
         )
         assert found.identity is not None
         drafted = way_of(found.acceptance).drafted
-        return GreedyCase(head=head, decoding=decoding.word, drafted=drafted, prompt_set=self.prompt_set, identity=found.identity)
+        return GreedyCase(
+            head=head,
+            decoding=decoding.word,
+            drafted=drafted,
+            prompt_set=self.prompt_set,
+            identity=found.identity,
+            weights_sha256=weights_sha256,
+        )
 
 
 @dataclass(kw_only=True)
 class Unfinished:
     """What is certified so far, on disk beside the certificate until that is whole: a run that was interrupted goes on.
 
-    Cases of other settings, or of other code (``identity``), are not taken over.
+    Cases of other settings, of other code, or of other heads or their target (``identity``), are not taken over, and that is said.
     """
 
     path: Path
@@ -278,6 +285,9 @@ class Unfinished:
             return
         if found["identity"] == self.identity:
             self.done = found["done"]
+        elif found["done"]:
+            odd = [key for key in (*self.identity, *found["identity"]) if self.identity.get(key) != found["identity"].get(key)]
+            log(f"certificate: {len(found['done'])} cases of other {', '.join(dict.fromkeys(odd))} are made again")
 
     def get(self, key: str, kind: type[Finished], make: Callable[[], Finished]) -> Finished:
         """The case ``key`` from disk, else made now and kept."""

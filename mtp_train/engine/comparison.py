@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mtp_train.acceptance.alike import unlike
+from mtp_train.acceptance.belonging import certificate_of, costs_of
+from mtp_train.acceptance.certificate import Certificate
 from mtp_train.acceptance.costs import FOLDER, CostTable, read_costs
 from mtp_train.acceptance.report import read_certificate
 from mtp_train.acceptance.report_data import (
@@ -209,6 +211,8 @@ def collect(out: Path, *, target: Mapping[str, Any], run_folder: Path, aims: Seq
             provenance[stage] = read_json(path)
     for document in documents:
         provenance |= document["provenance"]
+    certificate, not_certified = _certificate(out, heads, target)
+    costs, not_timed = costs_of(_costs(out, target), heads=heads)
     listed = [Aim(head=head.name, **aim) for aim in aims for head in heads if aim["prompt_set"] in names]
     return ReportData(
         title=f"Acceptance of {' and '.join(head.name for head in heads)} on {target['name']}",
@@ -222,9 +226,11 @@ def collect(out: Path, *, target: Mapping[str, Any], run_folder: Path, aims: Seq
         notes=(
             *unlike(measurements),
             *(text for document in documents for text in (*document.get("replaced", ()), *document.get("stays", ()))),
+            *not_certified,
+            *not_timed,
         ),
-        certificate=read_certificate(out),
-        costs=_costs(out, target),
+        certificate=certificate,
+        costs=costs,
     )
 
 
@@ -249,6 +255,12 @@ def _placed(documents: Sequence[dict[str, Any]]) -> list[PromptSet]:
         for item in (*document["measurements"], *document["answers"]):
             item["prompt_set"] = names.get(item["prompt_set"], item["prompt_set"])
     return sets
+
+
+def _certificate(out: Path, heads: Sequence[TrainedHead], target: Mapping[str, Any]) -> tuple[Certificate | None, list[str]]:
+    """What the certificate in ``out`` says of these heads, and a sentence for what it says of others."""
+    found = read_certificate(out)
+    return (None, []) if found is None else certificate_of(found, heads=heads, target=target)
 
 
 def _costs(out: Path, target: Mapping[str, Any]) -> tuple[CostTable, ...]:

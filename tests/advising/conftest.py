@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mtp_train.acceptance.costs import CostTable, Timing
-from mtp_train.acceptance.report_data import Measurement, PromptSet, ReportData, TrainedHead
+from mtp_train.acceptance.report_data import WEIGHTS_FACT, Measurement, PromptSet, ReportData, TrainedHead
 from mtp_train.advising.advice import Advice, advise
 from mtp_train.advising.options import find_options
 from mtp_train.advising.workload import Workload
@@ -18,6 +18,7 @@ from mtp_train.records import Acceptance, PromptAcceptance
 
 TARGET = {"name": "tiny", "hidden_size": 64, "num_layers": 2, "vocab_size": 320, "fingerprint": "f" * 64}
 CATEGORIES = ("coding", "writing")
+WEIGHTS = "ab" * 32  # the hash of those of every head
 
 
 def make_acceptance(rate: float, *, temperature: float = 0.0, sampling: str = "greedy", depth: int = 4, **changes: Any) -> Acceptance:
@@ -65,7 +66,7 @@ def make_report(*acceptances: Acceptance, heads: tuple[str, ...] = (), costs: tu
     return ReportData(
         title="made up",
         target=TARGET,
-        heads=tuple(TrainedHead(name=name, word=name, facts={}, metrics=()) for name in dict.fromkeys(names)),
+        heads=tuple(TrainedHead(name=name, word=name, facts={WEIGHTS_FACT: WEIGHTS[:16]}, metrics=()) for name in dict.fromkeys(names)),
         prompt_sets=(PromptSet(name="project", label="held-out prompts", description=""),),
         measurements=tuple(
             Measurement(head=name, prompt_set="project", acceptance=acceptance, plain=None, identity=None)
@@ -98,7 +99,7 @@ def make_table(head: str | None = "mtp", **changes: Any) -> CostTable:
         context_tokens=64,
         verify=tuple(cell(b, n, 1.0 + 0.05 * (b - 1) * (n - 1)) for b in sizes for n in (1, 2, 5, 9)),
         drafting=() if head is None else tuple(cell(b, k, 0.05 * k) for b in sizes for k in (1, 4)),
-        notes={},
+        notes={"head_sha256": None if head is None else WEIGHTS},
     )
     return dataclasses.replace(found, **changes)
 

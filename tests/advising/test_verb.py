@@ -71,6 +71,27 @@ def test_what_is_missing_or_does_not_fit_is_said(acceptance: Make, report: Make,
     assert done.returncode == 2 and "expected times taken on a cpu (hardware=2cpu), found NVIDIA H200" in done.stderr
 
 
+def test_costs_of_other_weights_are_refused(acceptance: Make, report: Make, table: Make, tmp_path: Path) -> None:
+    """A head that was trained again under its name was not timed; the target alone was, whatever head was timed beside it."""
+    from mtp_train import advise
+    from mtp_train.planning.hardware import Hardware
+    from mtp_train.stage import load_word
+
+    data, hardware = report(acceptance(0.8)), Hardware.read(load_word("hardware", "2cpu"))
+
+    def found(**changes: Any) -> Callable[[str, str | None], Any]:
+        write_costs(table(**changes), tmp_path / "report")
+        return advise._measured_tables({str(tmp_path): data}, {str(tmp_path): tmp_path / "report"}, engine="hf", hardware=hardware)
+
+    assert found()(str(tmp_path), "mtp") == table()
+    for notes in ({"head_sha256": "cd" * 32}, {}):
+        other = found(notes=notes)
+        with pytest.raises(ValueError, match=r"expected times of the mtp that was measured \(sha256 (ab){8}\), found") as refused:
+            other(str(tmp_path), "mtp")
+        assert f"run python tools/measure_costs.py --run {tmp_path} --name mtp --engine hf" in str(refused.value)
+        assert other(str(tmp_path), None).head == "mtp"
+
+
 def test_modelled_costs_are_those_of_the_reports_target(acceptance: Make, report: Make, workload: Make) -> None:
     from omegaconf import OmegaConf
 

@@ -233,6 +233,7 @@ def test_an_interrupted_run_goes_on_and_other_code_starts_anew(tmp_path: Path, c
     assert len(asked) == 1 and "k is done already" in capsys.readouterr().err
     Unfinished(path=path, identity={"code": "b"}).get("k", SampledCase, make)
     assert len(asked) == 2
+    assert "certificate: 1 cases of other code are made again" in capsys.readouterr().err
     path.write_text("{}")
     Unfinished(path=path, identity={"code": "b"}).get("k", SampledCase, make)
     assert len(asked) == 3 and "its cases are made again" in capsys.readouterr().err

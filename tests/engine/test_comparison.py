@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mtp_train.acceptance.report_data import Measurement, PromptSet
-from mtp_train.checkpoint import save_head
+from mtp_train.acceptance.certificate import Certificate, GreedyCase, SampledCase, distances
+from mtp_train.acceptance.costs import CostTable, Timing, write_costs
+from mtp_train.acceptance.identity import Identity
+from mtp_train.acceptance.report import CERTIFICATE_JSON, write_certificate
+from mtp_train.acceptance.report_data import Measurement, PromptSet, ReportData
+from mtp_train.checkpoint import read_head_config, save_head
 from mtp_train.decoding.base import Decoding
 from mtp_train.decoding.chain import Chain
 from mtp_train.decoding.dynamic_tree import DynamicTree
@@ -18,6 +23,7 @@ from mtp_train.decoding.prompt_lookup import PromptLookup
 from mtp_train.engine.base import SpeculateRequest
 from mtp_train.engine.comparison import check_target, collect, marked_answers, write_head
 from mtp_train.records import Acceptance, PromptAcceptance
+from mtp_train.runtime import SEAL, atomic_write_json, seal
 
 TARGET = {"target_name": "tiny", "target_fingerprint": "f" * 64, "tokenizer_hash": "t" * 64, "template_hash": "c" * 64}
 CHAIN = Chain(num_speculative_tokens=2, refresh=True)
@@ -213,3 +219,121 @@ def test_one_head_with_several_schemes_stands_in_the_report_once(tmp_path: Path,
     assert "head.dynamic_tree.json was measured with other weights of one and leaves the report" in capsys.readouterr().err
     data = collect(out, target={"name": "tiny"}, run_folder=out.parent, aims=[])
     assert [item.acceptance.scheme for item in data.measurements if item.head == "one"] == ["chain"]
+
+
+def certify(out: Path, *heads: str | None, fingerprint: str | None = TARGET["target_fingerprint"], sampled: bool = False) -> Path:
+    """A certificate as the tool writes it, of heads as they lie in the run now (None: a scheme without one)."""
+    identity = Identity(num_prompts=3, num_identical=3, num_tokens=24, differences=())
+    greedy = [
+        GreedyCase(
+            head=head or "none",
+            decoding="chain" if head else "prompt_lookup",
+            drafted="chain, K = 2",
+            prompt_set="p",
+            identity=identity,
+            weights_sha256=read_head_config(out.parent / "checkpoint" / head)["weights_sha256"] if head else None,
+        )
+        for head in heads
+    ]
+    drawn = SampledCase(
+        decoding="chain",
+        drafted="chain, K = 2",
+        draft_sampling="greedy",
+        temperature=1.0,
+        num_tokens=3,
+        acceptance_length=1.5,
+        distances=distances([510, 490], [0.5, 0.5]),
+    )
+    certificate = Certificate(
+        sampled=(drawn,) if sampled else (),
+        greedy=tuple(greedy),
+        engine="hf",
+        target="small",
+        provenance={},
+        target_fingerprint=fingerprint,
+    )
+    return write_certificate(certificate, out)
+
+
+def collected(out: Path) -> ReportData:
+    return collect(out, target={"name": "tiny", "fingerprint": TARGET["target_fingerprint"]}, run_folder=out.parent, aims=[])
+
+
+def certified(data: ReportData) -> list[str]:
+    return [] if data.certificate is None else [case.head for case in data.certificate.greedy]
+
+
+def test_a_certificate_is_of_the_heads_that_were_measured(tmp_path: Path) -> None:
+    """A head that was trained again under its name was never certified; one that was not measured is not taken for one that was."""
+    out = tmp_path / "report"
+    keep(out, "one", measurement("one"))
+    keep(out, "two", measurement("two"))
+    certify(out, "one", "two", None)
+    assert certified(collected(out)) == ["one", "two", "none"] and collected(out).notes == ()
+
+    keep(out, "one", measurement("one"), weight=1.0)
+    data = collected(out)
+    assert certified(data) == ["two", "none"] and data.certificate is not None and data.certificate.text.endswith("6 of 6.")
+    (note,) = [note for note in data.notes if "certificate" in note]
+    assert "greedy texts of one (chain, K = 2) are left out: expected the weights that were measured (" in note
+    assert "run tools/certify.py again, or evaluate" in note
+    (out / "pieces" / "two" / "head.json").unlink()
+    assert certified(collected(out)) == ["two (not in this report)", "none"]
+
+    certify(out, "one")
+    assert certified(collected(out)) == ["one"] and not any("certificate" in note for note in collected(out).notes)
+    keep(out, "one", measurement("one"), weight=2.0)
+    assert collected(out).certificate is None, "nothing of it is left"
+
+
+def test_a_certificate_of_another_target_or_of_before_it_said_whose_it_is_leaves_the_report(tmp_path: Path) -> None:
+    out = tmp_path / "report"
+    keep(out, "one", measurement("one"))
+    path = certify(out, "one", None, fingerprint="0" * 64)
+    (note,) = collected(out).notes
+    assert certified(collected(out)) == [] and "expected those of tiny (ffffffffffffffff), found those of another target (00000" in note
+
+    certify(out, "one", None, sampled=True)
+    document = json.loads(path.read_text(encoding="utf-8"))["certificate"]
+    del document["target_fingerprint"]
+    for case in document["greedy"]:
+        del case["weights_sha256"]
+    atomic_write_json(out / CERTIFICATE_JSON, {"certificate": document, SEAL: seal({"certificate": document})})
+    data = collected(out)
+    assert certified(data) == [] and data.certificate is not None and len(data.certificate.sampled) == 1, "those are of no head"
+    (note,) = data.notes
+    assert "written before it stated the heads' weights; run tools/certify.py again" in note
+
+
+def test_costs_are_of_the_heads_that_were_measured(tmp_path: Path) -> None:
+    """Times of an earlier head of one's name leave the report, which says so; those of the target alone, or of a head that it does not
+    hold, are set against nobody's figures."""
+    out = tmp_path / "report"
+    for name in ("one", "two"):
+        keep(out, name, measurement(name))
+    cells = tuple(Timing(batch_size=1, num_tokens=n, seconds=1.0, low_s=1.0, high_s=1.0, num_repeats=3) for n in (1, 2))
+    for head in ("one", "two", None):
+        table = CostTable(
+            source="measured",
+            engine="hf",
+            engine_version="1",
+            dtype="float32",
+            device="cpu",
+            target_name="tiny",
+            target_fingerprint=TARGET["target_fingerprint"],
+            head=head,
+            context_tokens=8,
+            verify=cells,
+            drafting=cells if head else (),
+            notes={"head_sha256": read_head_config(tmp_path / "checkpoint" / head)["weights_sha256"] if head else None},
+        )
+        write_costs(table, out)
+    assert [table.head for table in collected(out).costs] == ["one", None, "two"] and collected(out).notes == ()
+
+    keep(out, "one", measurement("one"), weight=1.0)
+    (out / "pieces" / "two" / "head.json").unlink()
+    data = collected(out)
+    assert [table.head for table in data.costs] == [None, "two"]
+    (note,) = [note for note in data.notes if "costs" in note]
+    assert note.startswith("The costs of one in hf are left out: expected the weights that were measured (")
+    assert "run tools/measure_costs.py --name one --engine hf again, or evaluate" in note
