@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 from mtp_train.runtime import log
@@ -19,15 +20,20 @@ def alone(lock: Path, *, writes: Path, wait: bool, instead: str = "run=") -> Ite
     which setting to choose ``instead``.
     Errors: ValueError where another process holds it.
     """
+    import fcntl
+
     lock.parent.mkdir(parents=True, exist_ok=True)
     while (descriptor := _lock(lock, writes=writes, wait=wait, instead=instead)) is None:
         pass
-    os.truncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
     try:
+        with suppress(OSError):  # for people only: a full disk keeps nobody from deleting
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
         yield
     finally:
         lock.unlink(missing_ok=True)  # while it is held: whoever opened it before finds another file in its place, or none
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process forked meanwhile has the descriptor too, and would hold it
         os.close(descriptor)
 
 
@@ -46,7 +52,7 @@ def _lock(lock: Path, *, writes: Path, wait: bool, instead: str) -> int | None:
             f"wait until it is done, or choose another {instead}"
         ) from None
     except OSError as error:  # some network file systems have no locks
-        log(f"{lock} cannot be locked ({error.strerror}): nothing keeps a second process from writing to {writes}")
+        _say_once(f"{lock} cannot be locked ({error.strerror}): nothing keeps a second process from writing to {writes}")
         return descriptor
     try:
         if os.path.samestat(os.stat(lock), os.fstat(descriptor)):
@@ -55,3 +61,8 @@ def _lock(lock: Path, *, writes: Path, wait: bool, instead: str) -> int | None:
         pass
     os.close(descriptor)
     return None
+
+
+@cache
+def _say_once(message: str) -> None:
+    log(message)

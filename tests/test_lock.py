@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,39 @@ def test_another_process_is_refused_by_its_number_until_the_first_ends(tmp_path:
     with alone(lock, writes=tmp_path, wait=False):
         assert lock.read_text().startswith(f"process {os.getpid()} on ")
     assert not lock.exists()
+
+
+def test_what_was_forked_meanwhile_holds_nothing_up(tmp_path: Path) -> None:
+    lock, got = tmp_path / ".lock", threading.Event()
+
+    def wait() -> None:
+        with alone(lock, writes=tmp_path, wait=True):
+            got.set()
+
+    with alone(lock, writes=tmp_path, wait=False):
+        waits = threading.Thread(target=wait, daemon=True)
+        waits.start()
+        assert not got.wait(0.3)
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        assert got.wait(20)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    waits.join(timeout=20)
+
+
+def test_a_full_disk_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, content: bytes, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    for _ in range(2):
+        with alone(tmp_path / ".lock", writes=tmp_path, wait=False):
+            pass
 
 
 def test_where_another_name_is_enough_it_is_offered(tmp_path: Path) -> None:

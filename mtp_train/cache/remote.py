@@ -1,7 +1,7 @@
 """Reads a finished cache that lies behind a URL: each shard is fetched when it is needed, or before, and kept within a limit of bytes.
 
 What a URL means is fsspec's (s3://, gs://, http://, memory://, ...). Fetched shards lie in a folder that several processes, and
-several trainings, may use at once: files appear whole, by rename, and one that is deleted stays readable to whoever has it mapped.
+several trainings, may use at once (``FetchedFolder``).
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
+from mtp_train.cache.fetched import FetchedFolder
 from mtp_train.cache.format import MANIFEST, ShardInfo, shard_path
 from mtp_train.cache.reader import CacheReader
 from mtp_train.cache.shard import OpenShard
@@ -25,22 +27,21 @@ _ATTEMPTS, _PAUSE_S = 4, 1.0
 # Shards fetched at once, ahead of their use.
 _FETCHES = 4
 
-# Bytes that room has been made for, by the place of the shard that arrives there: of all caches of this process, which may share a folder.
-_arriving: dict[Path, int] = {}
-_making_room = threading.Lock()
-
 
 class RemoteCache(CacheReader):
-    """A cache behind ``url``; of its shards, and of those of other caches that use ``folder``, at most ``max_bytes`` lie there.
+    """A cache behind ``url``; of its shards, and of those of other caches that use ``folder``, at most ``max_bytes`` lie there,
+    whichever processes of this machine fetch them.
 
-    The least recently used shards make room, those that ``expect`` has announced last. Each is hashed when it arrives, and one that
-    an earlier process has left when it is first used. Errors: ValueError for a protocol whose package is missing, a file that cannot
+    The least recently used shards make room, those that ``expect`` has announced last. A shard that is needed now waits for what
+    arrives, where only that can make room, and is not fetched by a second process while one fetches it; where another's fetch has
+    not ended in ten minutes, it is fetched all the same, beyond the limit. Each is hashed when it arrives, and one that an earlier
+    process has left when it is first used. Errors: ValueError for a protocol whose package is missing, a file that cannot
     be had after four attempts, and a shard larger than ``max_bytes``.
     """
 
     def __init__(self, url: str, *, folder: Path, max_bytes: int) -> None:
         self.url = url.rstrip("/")
-        self._folder, self._max_bytes = folder, max_bytes
+        self._folder, self._max_bytes = FetchedFolder(folder, max_bytes=max_bytes), max_bytes
         self._local = folder / hashlib.sha256(self.url.encode()).hexdigest()[:16]
         self._files, self._root = _file_system(self.url)
         self._room, self._fetching = threading.Lock(), dict[int, Future[None]]()
@@ -49,8 +50,7 @@ class RemoteCache(CacheReader):
         self._pool = ThreadPoolExecutor(max_workers=_FETCHES, thread_name_prefix="fetch")
         self._local.mkdir(parents=True, exist_ok=True)
         if local_place()[0] == 0:
-            for leftover in folder.glob("*/.*.tmp"):  # whoever is at one of them tries again
-                leftover.unlink(missing_ok=True)
+            self._folder.clear()
         self._fetch(MANIFEST, None)
         super().__init__(self._local, verify="first_read")
         largest = max(self.shard_bytes())
@@ -103,8 +103,8 @@ class RemoteCache(CacheReader):
                 self._open.pop(index, None)
             while index not in self._open:
                 try:
-                    self._have(index)
-                    self._open[index] = OpenShard(path=path, info=self.manifest.shards[index], identity=self.identity)
+                    with self._having(index):
+                        self._open[index] = OpenShard(path=path, info=self.manifest.shards[index], identity=self.identity)
                 except (FileNotFoundError, RuntimeError):  # as torch calls it where safetensors maps through torch
                     if path.exists() or not self._local.is_dir():
                         raise
@@ -114,78 +114,41 @@ class RemoteCache(CacheReader):
                         del self._open[other]  # a deleted file takes room until nobody maps it
             return self._open[index]
 
-    def _have(self, index: int) -> None:
-        """Have a shard in the folder, whole."""
+    @contextmanager
+    def _having(self, index: int) -> Iterator[None]:
+        """Have a shard in the folder, whole; one that had to be fetched for it stays there until the block ends."""
         with self._room:
-            fetching = self._fetching.get(index)
-        if fetching is not None:
-            try:
-                fetching.result()
-            finally:
-                with self._room:
-                    self._fetching.pop(index, None)
+            fetching = self._fetching.pop(index, None)
+        if fetching is not None and not fetching.cancel():  # one that is not begun need not wait for its turn
+            fetching.result()
         path, info = self._path(index), self.manifest.shards[index]
         if index not in self._whole and path.exists() and sha256_file(path) != info.sha256:
             log(f"{path} is not what the manifest of {self.url} says, and is fetched anew")
             path.unlink(missing_ok=True)
-        if not path.exists():
-            self._fetch_shard(index)
-        self._whole.add(index)
+        with self._fetched(index, wait=True):
+            self._whole.add(index)
+            yield
 
     def _fetch_ahead(self, index: int) -> None:
-        """Fetch a shard before it is needed; where what arrives meanwhile leaves no room for it, it is fetched when it is."""
-        info = self.manifest.shards[index]
-        with _making_room:
-            has_room = sum(self._all_arriving().values()) + info.num_bytes <= self._max_bytes
-            if has_room:
-                self._make_room(index)
-        if has_room:
-            self._fetch_shard(index)
-            return
+        """Fetch a shard before it is needed; where another does, or leaves no room for it, it is had when it is."""
+        with self._fetched(index, wait=False):
+            pass
         with self._room:
             self._fetching.pop(index, None)
 
-    def _fetch_shard(self, index: int) -> None:
-        info, path = self.manifest.shards[index], self._path(index)
-        with _making_room:
-            self._make_room(index)
-        try:
-            self._fetch(info.name, info)
-        finally:
-            with _making_room:
-                _arriving.pop(path, None)
+    @contextmanager
+    def _fetched(self, index: int, *, wait: bool) -> Iterator[None]:
+        info = self.manifest.shards[index]
         with self._room:
-            self._whole.add(index)
-            if (fetching := self._fetching.get(index)) is not None and fetching.running():
-                del self._fetching[index]
+            kept = {self._path(announced) for announced in self._announced}
+        with self._folder.room(self._path(index), info.num_bytes, kept=kept, wait=wait) as is_ours:
+            if is_ours:
+                self._fetch(info.name, info)
+                self._whole.add(index)
+            yield
 
     def _path(self, index: int) -> Path:
         return shard_path(self._local, self.manifest.shards[index].name)
-
-    def _all_arriving(self) -> dict[Path, int]:
-        return {path: num_bytes for path, num_bytes in _arriving.items() if path.is_relative_to(self._folder)}
-
-    def _make_room(self, index: int) -> None:
-        """Delete shards, of any cache, until this one stays within the limit, with those that arrive meanwhile."""
-        with self._room:
-            kept = {self._path(announced) for announced in self._announced}
-        _arriving[self._path(index)] = self.manifest.shards[index].num_bytes
-        arriving = self._all_arriving()  # counted whole, however much of them is there
-        found = []
-        for path in self._folder.glob("*/*shard-*"):
-            if path in arriving or f".{os.getpid()}-" in path.name:
-                continue
-            try:
-                found.append((path, path.stat()))
-            except FileNotFoundError:
-                continue
-        total = sum(arriving.values()) + sum(stat.st_size for _, stat in found)
-        for path, stat in sorted(found, key=lambda entry: (entry[0] in kept, entry[1].st_mtime_ns)):
-            if total <= self._max_bytes:
-                break
-            if path.suffix == ".safetensors":
-                path.unlink(missing_ok=True)
-                total -= stat.st_size
 
     def _fetch(self, name: str, info: ShardInfo | None) -> None:
         """Copy one file into the folder; a shard must be what the manifest says."""
@@ -204,7 +167,7 @@ class RemoteCache(CacheReader):
                 if not self._local.is_dir():
                     raise
                 failed = str(error) or type(error).__name__
-                # What is missing may be our own half-written file, which a process that has just started took for a leftover.
+                # What is missing may be our own half-written manifest, which a process that has just started took for a leftover.
                 if isinstance(error, PermissionError) or (info is None and not self._files.exists(f"{self._root}/{name}")):
                     break
             except Exception as error:

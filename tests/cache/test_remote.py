@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import http.server
 import importlib.util
 import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from mtp_train.cache import fetched as folder_module
 from mtp_train.cache import remote as module
 from mtp_train.cache.reader import CacheReader
 from mtp_train.cache.remote import RemoteCache
@@ -47,7 +52,72 @@ def largest(cache: CacheReader) -> int:
 
 
 def held_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*/*shard-*"))
+    held = 0
+    for path in folder.glob("*/*shard-*"):
+        with suppress(FileNotFoundError):  # where others make room at the moment
+            held += path.stat().st_size
+    return held
+
+
+def at(local: CacheReader, shard: int) -> int:
+    """The number of the first sample of a shard."""
+    return local.shards.index(shard)
+
+
+class Gate:
+    """Stops fetches that run ahead where they begin: ``wait_for`` so many, then ``open`` it. ``begun``: what was fetched, by anybody."""
+
+    def __init__(self, cache: RemoteCache, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self._arrived, self._opened = list[str](), threading.Semaphore(0), threading.Event()
+        plain = type(cache._files).get_file
+
+        def slow(files: Any, source: str, to: str) -> None:
+            self.begun.append(Path(source).stem)
+            if threading.current_thread().name.startswith("fetch"):
+                self._arrived.release()
+                assert self._opened.wait(60)
+            plain(files, source, to)
+
+        monkeypatch.setattr(type(cache._files), "get_file", slow)
+
+    def wait_for(self, number: int) -> None:
+        for _ in range(number):
+            assert self._arrived.acquire(timeout=60)
+
+    def open(self, *, after_s: float = 0.0) -> None:
+        threading.Timer(after_s, self._opened.set).start()
+
+
+def in_processes(number: int, work: Callable[[int], bool]) -> list[int]:
+    """Fork processes that each do their work; their ids. The exit code says whether it went well."""
+    children = []
+    for child in range(number):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                code = 0 if work(child) else 3
+            finally:
+                os._exit(code)
+        children.append(pid)
+    return children
+
+
+def most_held(children: list[int], folder: Path) -> int:
+    """Wait until all have ended well; the most bytes that lay in the folder at any time."""
+    most, left = 0, list(children)
+    while left:
+        most = max(most, held_bytes(folder))
+        for pid, status in [os.waitpid(pid, os.WNOHANG) for pid in left]:
+            if pid:
+                assert os.waitstatus_to_exitcode(status) == 0
+                left.remove(pid)
+        time.sleep(0.002)
+    return most
+
+
+def marks(folder: Path) -> list[Path]:
+    return sorted(folder.glob(".*.arriving"))
 
 
 def same(mine: Any, theirs: Any) -> bool:
@@ -136,7 +206,7 @@ def test_two_caches_of_one_process_count_what_arrives_for_either(
         one._pool.shutdown(wait=True)
     assert all(one._path(index).exists() for index in (5, 6, 7))
     assert same(two[local.shards.index(1)], local[local.shards.index(1)])
-    assert held_bytes(folder) <= limit and not module._arriving
+    assert held_bytes(folder) <= limit and not marks(folder)
 
 
 def test_a_second_process_finds_what_the_first_fetched_and_checks_it(
@@ -233,22 +303,169 @@ def test_a_name_cannot_leave_the_folder(tmp_path: Path, local: CacheReader, url:
         RemoteCache(url, folder=tmp_path / "fetched", max_bytes=10**9)
 
 
+def test_what_is_needed_now_waits_for_what_arrives_ahead(
+    tmp_path: Path, local: CacheReader, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, limit = tmp_path / "fetched", 3 * largest(local)
+    cache = RemoteCache(url, folder=folder, max_bytes=limit)
+    gate = Gate(cache, monkeypatch)
+    cache.expect([5, 6, 7])
+    gate.wait_for(3)
+    gate.open(after_s=0.3)
+    assert same(cache[at(local, 0)], local[at(local, 0)])
+    cache.done()
+    assert len(gate.begun) == 4 and gate.begun[-1] == "shard-00000"
+    assert held_bytes(folder) <= limit and not marks(folder)
+
+
+def test_two_caches_of_one_url_fetch_a_shard_once(tmp_path: Path, local: CacheReader, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (RemoteCache(url, folder=tmp_path / "fetched", max_bytes=3 * largest(local)) for _ in range(2))
+    gate = Gate(one, monkeypatch)
+    one.expect([5])
+    gate.wait_for(1)
+    gate.open(after_s=0.3)
+    assert same(two[at(local, 5)], local[at(local, 5)])
+    one.done()
+    assert gate.begun == ["shard-00005"] and not marks(tmp_path / "fetched")
+
+
+def test_where_making_room_fails_nothing_keeps_the_room(
+    tmp_path: Path, local: CacheReader, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = RemoteCache(url, folder=tmp_path / "fetched", max_bytes=2 * largest(local))
+    assert all(same(cache[at(local, shard)], local[at(local, shard)]) for shard in (0, 1))
+    plain = Path.unlink
+
+    def refuse(self: Path, missing_ok: bool = False) -> None:
+        if self.suffix == ".safetensors":
+            raise PermissionError(13, "no", str(self))
+        plain(self, missing_ok=missing_ok)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refuse)
+        with pytest.raises(PermissionError):
+            cache[at(local, 5)]
+        cache.expect([5, 6])
+        cache.done()
+    assert not marks(tmp_path / "fetched")
+    other = RemoteCache(url, folder=tmp_path / "fetched", max_bytes=2 * largest(local))
+    other.expect([2, 3])
+    other.done()
+    assert all(other._path(shard).exists() for shard in (2, 3))
+
+
+def test_after_the_end_a_shard_that_was_queued_is_had_all_the_same(
+    tmp_path: Path, local: CacheReader, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = RemoteCache(url, folder=tmp_path / "fetched", max_bytes=10**9)
+    gate = Gate(cache, monkeypatch)
+    cache.expect([0, 1, 2, 3, 4, 5])
+    gate.wait_for(4)
+    gate.open(after_s=0.3)
+    cache.done()
+    assert not cache._path(5).exists() and same(cache[at(local, 5)], local[at(local, 5)])
+
+
+def test_a_fetch_that_does_not_end_is_not_waited_for_for_ever(
+    tmp_path: Path, local: CacheReader, url: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(folder_module, "_PATIENCE_S", 0.2)
+    one, two = (RemoteCache(url, folder=tmp_path / "fetched", max_bytes=2 * largest(local)) for _ in range(2))
+    gate = Gate(one, monkeypatch)
+    one.expect([5, 6])
+    gate.wait_for(2)
+    for shard in (0, 5):  # no room, and the shard itself
+        assert same(two[at(local, shard)], local[at(local, shard)])
+    assert capfd.readouterr().err.count("is fetched beyond fetch.max_bytes") == 2
+    gate.open()
+    one.done()
+    assert not marks(tmp_path / "fetched")
+    assert same(two[at(local, 7)], local[at(local, 7)]) and held_bytes(tmp_path / "fetched") <= 2 * largest(local)
+
+
+def test_a_folder_without_locks_serves_all_the_same(tmp_path: Path, local: CacheReader, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    folder, limit = tmp_path / "fetched", 3 * largest(local)
+    cache = RemoteCache(url, folder=folder, max_bytes=limit)
+    cache.expect([0, 1, 2])
+    assert all(same(cache[number], local[number]) for number in range(0, len(local), 3))
+    cache.done()
+    assert held_bytes(folder) <= limit and not marks(folder)
+
+
 def test_processes_share_one_folder(tmp_path: Path, local: CacheReader, url: str) -> None:
-    """Each makes room for its own shards, and takes away what the others map."""
-    limit, children = 4 * largest(local), []
-    for child in range(3):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                cache = RemoteCache(url, folder=tmp_path / "fetched", max_bytes=limit)
-                numbers = [((17 + 6 * child) * step + child) % len(local) for step in range(60)]
-                code = 0 if all(same(cache[number], local[number]) for number in numbers) else 3
-            finally:
-                os._exit(code)
-        children.append(pid)
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0, 0, 0]
-    assert held_bytes(tmp_path / "fetched") <= limit + 2 * largest(local)  # each may have begun one when another counted
+    """Each makes room for its own shards, waits where there is none, and takes away what the others map."""
+    folder, limit = tmp_path / "fetched", 2 * largest(local)
+
+    def work(child: int) -> bool:
+        cache = RemoteCache(url, folder=folder, max_bytes=limit)
+        cache.expect([child, child + 1])
+        return all(same(cache[number], local[number]) for number in [((17 + 6 * child) * step + child) % len(local) for step in range(60)])
+
+    assert most_held(in_processes(3, work), folder) <= limit and not marks(folder)
+
+
+def test_processes_that_expect_the_same_shards_fetch_each_once(tmp_path: Path, local: CacheReader, url: str) -> None:
+    """As the processes of one training do; and then each of them one that it needs alone."""
+    folder, limit, fetched = tmp_path / "fetched", 3 * largest(local), tmp_path / "fetched.txt"
+
+    def work(child: int) -> bool:
+        cache = RemoteCache(url, folder=folder, max_bytes=limit)
+        plain = type(cache._files).get_file
+
+        def slow(files: Any, source: str, to: str) -> None:
+            plain(files, source, to)
+            with open(fetched, "a") as lines:
+                lines.write(f"{Path(source).stem}\n")
+            time.sleep(0.3)
+
+        type(cache._files).get_file = slow
+        cache.expect([0, 1, 2])
+        good = all(same(cache[at(local, shard)], local[at(local, shard)]) for shard in (0, 1, 2))
+        (tmp_path / f"{child}.read").touch()
+        while len(list(tmp_path.glob("*.read"))) < 3:
+            time.sleep(0.01)
+        return good and same(cache[at(local, 3 + child)], local[at(local, 3 + child)])
+
+    assert most_held(in_processes(3, work), folder) <= limit
+    assert sorted(fetched.read_text().split()) == [f"shard-0000{shard}" for shard in range(6)]
+
+
+def test_the_fetch_of_a_killed_process_is_taken_over(tmp_path: Path, local: CacheReader, url: str) -> None:
+    """Another that needs the shard waits while it is fetched, and fetches it when that process has gone."""
+    folder, limit, midway = tmp_path / "fetched", largest(local), tmp_path / "midway"
+
+    def work(child: int) -> bool:
+        cache = RemoteCache(url, folder=folder, max_bytes=limit)
+
+        def stuck(files: Any, source: str, to: str) -> None:
+            Path(to).write_bytes(bytes(limit // 2))
+            midway.touch()
+            time.sleep(600)
+
+        type(cache._files).get_file = stuck
+        return same(cache[at(local, 5)], local[at(local, 5)])
+
+    (child,) = in_processes(1, work)
+    try:
+        while not midway.exists():
+            time.sleep(0.01)
+        cache, read = RemoteCache(url, folder=folder, max_bytes=limit), []
+        reader = threading.Thread(target=lambda: read.append(same(cache[at(local, 5)], local[at(local, 5)])))
+        reader.start()
+        reader.join(timeout=0.5)
+        assert reader.is_alive() and len(list(folder.glob("*/.*.tmp"))) == len(marks(folder)) == 1
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    reader.join(timeout=60)
+    assert read == [True] and held_bytes(folder) <= limit
+    assert not marks(folder) and not list(folder.glob("*/.*.tmp"))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("aiohttp") is None, reason="needs aiohttp")
