@@ -189,7 +189,7 @@ def test_the_annotations_of_every_class_that_a_yaml_builds_can_be_read(group: st
     """``get_type_hints`` fails on a name that is imported for the type checker alone, and the yaml's own values must fit."""
     for path in sorted((conf_dir() / group).glob("*.yaml")):
         node = yaml.safe_load(path.read_text(encoding="utf-8"))
-        made = stage._class(node.pop("_target_"))
+        made = stage.class_of(node.pop("_target_"))
         hints = get_type_hints(made.__init__)  # type: ignore[misc]
         for key, value in node.items():
             if value != "???":
