@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtp_train.commandline import quoted
 from mtp_train.run import check_target
 from mtp_train.runtime import log
 from mtp_train.stage import call, class_of, load_word, plain
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from mtp_train.prompt.template import ChatTemplate
     from mtp_train.target.spec import TargetSpec
     from mtp_train.target.weights import SharedWeights
+
+# Of a target's settings those that are not text.
+_KINDS: dict[str, Any] = {"trust_remote_code": bool, "sizes": dict | None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +56,7 @@ def open_target(node: Any) -> OpenTarget:
     from mtp_train.target.resolve import resolve_target
     from mtp_train.target.spec import read_spec
 
-    kinds: dict[str, Any] = {"trust_remote_code": bool, "sizes": dict | None}
-    settings = {key: fit(kinds.get(key, str), value, f"target.{key}") for key, value in plain(node).items()}
+    settings = {key: fit(_KINDS.get(key, str), value, f"target.{key}") for key, value in plain(node).items()}
     path, code = resolve_target(settings), settings["trust_remote_code"]
     template = ChatTemplate(tokenizer=load_tokenizer(path, trust_remote_code=code))
     return OpenTarget(path=path, spec=read_spec(path, name=settings["name"]), template=template, trust_remote_code=code)
@@ -77,7 +80,8 @@ def open_named_target(words: Sequence[str]) -> OpenTarget:
 
 def as_settings(words: Sequence[str]) -> list[str]:
     """The target that ``--target`` names, in the words of a stage's command line."""
-    return [f"target={words[0]}", *(f"target.{setting}" for setting in words[1:])]
+    given = (setting.partition("=") for setting in words[1:])
+    return [f"target={words[0]}", *(f"target.{key}={value if key in _KINDS else quoted(value)}" for key, _, value in given)]
 
 
 def open_run_target(cfg: Any) -> OpenTarget:

@@ -109,7 +109,7 @@ def with_outliers(arguments: argparse.Namespace, target: Any) -> tuple[Any, Any,
     from mtp_train.ablation.grid import Place
     from mtp_train.cache.reader import CacheReader
     from mtp_train.cache.recode import rewrite
-    from mtp_train.opening import open_target
+    from mtp_train.opening import as_settings, open_target
     from mtp_train.target.outliers import Outliers, spread_channels, write_outlier_target
 
     channels = spread_channels(target.spec.hidden_size, count=arguments.num_channels)
@@ -121,7 +121,7 @@ def with_outliers(arguments: argparse.Namespace, target: Any) -> tuple[Any, Any,
         reader = CacheReader(source / "cache", verify="first_read")
         identity = replace(reader.identity, **opened.identity())
         rewrite(reader, identity=identity, change=outliers.scale_sample, out=arguments.out / name)
-    words = ("target=local", f"target.path={path}", f"target.name={opened.spec.name}")
+    words = tuple(as_settings(["local", f"path={path}", f"name={opened.spec.name}"]))
     return opened, Place(words=words, cache=arguments.out / "cache"), CacheReader(arguments.out / "heldout", verify="first_read")
 
 

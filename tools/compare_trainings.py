@@ -24,6 +24,7 @@ import torch
 
 from mtp_train.acceptance.interval import Interval, paired_difference, rates_and_length
 from mtp_train.cache.reader import CacheReader
+from mtp_train.commandline import quoted
 from mtp_train.engine.base import Sampling
 from mtp_train.engine.estimate_from_cache import estimate
 from mtp_train.engine.hf_model import DTYPES, choose_dtype
@@ -52,7 +53,15 @@ def parse() -> argparse.Namespace:
 def train(words: argparse.Namespace, name: str, settings: str, seed: int) -> Path:
     """The folder of the head, trained unless it is there."""
     out = words.run / "compare" / f"{name}-{seed}"
-    command = [sys.executable, "-m", "mtp_train.train", f"run={words.run}", *as_settings(words.target), f"name={name}-{seed}", f"out={out}"]
+    command = [
+        sys.executable,
+        "-m",
+        "mtp_train.train",
+        f"run={quoted(words.run)}",
+        *as_settings(words.target),
+        f"name={name}-{seed}",
+        f"out={quoted(out)}",
+    ]
     command += [
         f"seed={seed}",
         f"head.seed={seed}",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_train.checkpoint import is_whole
+from mtp_train.commandline import quoted
 from mtp_train.head.pair import NORMS
 from mtp_train.runtime import atomic_write_json, environment_apart, progress, read_json, read_object
 
@@ -86,8 +87,8 @@ def command(cell: Cell, place: Place, *, out: Path, settings: Sequence[str]) -> 
         "head=mtp",
         *settings,
         *place.words,
-        f"cache={place.cache}",
-        f"out={out / cell.name}",
+        f"cache={quoted(place.cache)}",
+        f"out={quoted(out / cell.name)}",
         f"head.norms={{{norms}}}",
         f"head.seed={cell.seed}",
         f"seed={cell.seed}",
