@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtp_train.commandline import quoted
+from mtp_train.commandline import conf_dir, quoted
 from mtp_train.run import check_target
 from mtp_train.runtime import log
 from mtp_train.stage import call, class_of, load_word, plain
@@ -71,6 +72,29 @@ def add_target_option(parser: ArgumentParser) -> None:
         metavar=("WORD", "key=value"),
         help="of conf/target, and settings of it: local path=/models/mine name=mine (default: smollm2_135m)",
     )
+
+
+def target_apart(words: Sequence[str]) -> list[str]:
+    """A tool's command line with the words behind ``--target`` that are no settings of it moved to the end, behind ``--``, for a tool
+    that takes positionals: argparse would give them all to the option.
+
+    Settings are ``key=value`` with a key of the word's yaml; where the word has none, any key is left for ``open_named_target`` to refuse.
+    """
+    end = words.index("--") if "--" in words else len(words)
+    begin = words.index("--target", 0, end) + 2 if "--target" in words[:end] else end + 1
+    if begin > end or words[begin - 1].startswith("-"):
+        return list(words)
+    stop = next((number for number in range(begin, end) if words[number].startswith("-")), end)
+    path = conf_dir() / "target" / f"{words[begin - 1]}.yaml"
+    keys = re.findall(r"^(\w+):", path.read_text(encoding="utf-8"), re.M) if path.is_file() else None
+
+    def sets(word: str) -> bool:
+        key, equals, _ = word.partition("=")
+        return bool(equals) and (keys is None or key in keys)
+
+    apart = next((number for number in range(begin, stop) if not sets(words[number])), stop)
+    positionals = [*words[apart:stop], *words[end + 1 :]]
+    return [*words[:apart], *words[stop:end], *(["--", *positionals] if positionals else [])]
 
 
 def open_named_target(words: Sequence[str]) -> OpenTarget:

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mtp_train.opening import add_target_option
+from mtp_train.opening import add_target_option, target_apart
 
 
 def parse() -> argparse.Namespace:
@@ -37,7 +38,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-speculative-tokens", type=int, default=5)
     parser.add_argument("--side-by-side", type=int, default=2, help="trainings at a time")
     parser.add_argument("settings", nargs="*", help="of mtp_train.train")
-    return parser.parse_args()
+    return parser.parse_args(target_apart(sys.argv[1:]))
 
 
 def main() -> int:

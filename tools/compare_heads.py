@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_train.commandline import quoted
-from mtp_train.opening import add_target_option, as_settings
+from mtp_train.opening import add_target_option, as_settings, target_apart
 
 # What each head is, beyond the settings that all share. {out}: the folder of this comparison.
 _DISTILLED = "noise_scale=0 losses.hidden_l1=0 losses.topk_kl=0 +losses.forward_kl=1.0"
@@ -56,7 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="of the timing")
     parser.add_argument("--threads", type=int, default=1, help="of every process")
     parser.add_argument("settings", nargs="*", help="of mtp_train.train, for all heads")
-    return parser.parse_args()
+    return parser.parse_args(target_apart(sys.argv[1:]))
 
 
 def main() -> int:

@@ -29,7 +29,7 @@ from mtp_train.engine.base import Sampling
 from mtp_train.engine.estimate_from_cache import estimate
 from mtp_train.engine.hf_model import DTYPES, choose_dtype
 from mtp_train.faults import telling
-from mtp_train.opening import add_target_option, as_settings, head_loader, open_named_target
+from mtp_train.opening import add_target_option, as_settings, head_loader, open_named_target, target_apart
 from mtp_train.records import PromptAcceptance
 from mtp_train.run import check_name
 from mtp_train.runtime import atomic_write_json, atomic_write_text, provenance
@@ -47,7 +47,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--common", default="", help="settings of train for all variants")
     parser.add_argument("--num-speculative-tokens", type=int, default=5)
     parser.add_argument("--out", type=Path, help="report.{json,md} go there; none: RUN/compare")
-    return parser.parse_args()
+    return parser.parse_args(target_apart(sys.argv[1:]))
 
 
 def train(words: argparse.Namespace, name: str, settings: str, seed: int) -> Path:
