@@ -55,7 +55,7 @@ def main() -> int:
 
 def ablate(arguments: argparse.Namespace) -> Path:
     """Make what is missing, train, measure, write the page; its path."""
-    from mtp_train.ablation.grid import MIXTURES, Place, cells, keep_settings, train_all
+    from mtp_train.ablation.grid import MIXTURES, Place, cells, keep_settings, train_all, trained_in
     from mtp_train.ablation.measure import measure
     from mtp_train.ablation.page import write_page
     from mtp_train.cache.reader import CacheReader
@@ -64,10 +64,13 @@ def ablate(arguments: argparse.Namespace) -> Path:
     from mtp_train.target.weights import read_shared
 
     stated = ("run", "heldout", "target", "max_new_tokens", "num_channels", "factor", "num_speculative_tokens", "settings")
-    keep_settings(arguments.out, {key: json.loads(json.dumps(getattr(arguments, key), default=str)) for key in stated})
+    own = CacheReader(arguments.heldout / "cache", verify="first_read")
+    # What is done already is not done again, and this machine may choose otherwise than the one that did it.
+    rounded = {"precision": trained_in(arguments.settings), "measured_in": str(own[0].hidden_TD.dtype).removeprefix("torch.")}
+    keep_settings(arguments.out, {key: json.loads(json.dumps(getattr(arguments, key), default=str)) for key in stated} | rounded)
     target = open_named_target(arguments.target)
     places = {"real": Place(words=tuple(as_settings(arguments.target)), cache=arguments.run / "cache")}
-    opened, heldout = {"real": target}, {"real": CacheReader(arguments.heldout / "cache", verify="first_read")}
+    opened, heldout = {"real": target}, {"real": own}
     if arguments.num_channels:
         opened["outliers"], places["outliers"], heldout["outliers"] = with_outliers(arguments, target)
     wanted = cells(list(places), arguments.mixtures or list(MIXTURES), arguments.seeds)
@@ -94,6 +97,7 @@ def ablate(arguments: argparse.Namespace) -> Path:
     about = {
         "target": f"{target.spec.name}, hidden size {target.spec.hidden_size}, {target.spec.num_layers} layers",
         "settings": " ".join(arguments.settings) or "as conf/train.yaml has them",
+        "precision": f"trained in {rounded['precision']}, measured in {rounded['measured_in']}",
         "seeds": ", ".join(map(str, arguments.seeds)),
         "held-out prompts": str(len(heldout["real"])),
     }
