@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 _HELP = """{purpose}
 
@@ -150,8 +151,15 @@ def as_text(words: Iterable[str], *, readable: Callable[[str], bool]) -> list[st
         if equals and not key.startswith("-"):
             value = str(Path(value).expanduser()) if value.startswith("~/") else value
             if not value.startswith(("'", '"', "[", "{")) and not readable(f"{key}={value}"):
-                # Hydra's quoting: backslashes count only in front of a quote, where each is doubled.
-                value = "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + (r"\'" if m[2] else ""), value) + "'"
+                value = quoted(value)
             word = f"{key}={value}"
         found.append(word)
     return found
+
+
+def quoted(value: Any) -> str:
+    """A value as Hydra's command line reads it: text, such as a path, in quotes, so that blanks, commas and quotes in it stay."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    # Backslashes count only in front of a quote, where each is doubled.
+    return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + (r"\'" if m[2] else ""), str(value)) + "'"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtp_train.commandline import conf_dir, quoted
 from mtp_train.run import check_target
 from mtp_train.runtime import log
 from mtp_train.stage import call, class_of, load_word, plain
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from mtp_train.prompt.template import ChatTemplate
     from mtp_train.target.spec import TargetSpec
     from mtp_train.target.weights import SharedWeights
+
+# Of a target's settings those that are not text.
+_KINDS: dict[str, Any] = {"trust_remote_code": bool, "sizes": dict | None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +57,7 @@ def open_target(node: Any) -> OpenTarget:
     from mtp_train.target.resolve import resolve_target
     from mtp_train.target.spec import read_spec
 
-    kinds: dict[str, Any] = {"trust_remote_code": bool, "sizes": dict | None}
-    settings = {key: fit(kinds.get(key, str), value, f"target.{key}") for key, value in plain(node).items()}
+    settings = {key: fit(_KINDS.get(key, str), value, f"target.{key}") for key, value in plain(node).items()}
     path, code = resolve_target(settings), settings["trust_remote_code"]
     template = ChatTemplate(tokenizer=load_tokenizer(path, trust_remote_code=code))
     return OpenTarget(path=path, spec=read_spec(path, name=settings["name"]), template=template, trust_remote_code=code)
@@ -70,6 +74,29 @@ def add_target_option(parser: ArgumentParser) -> None:
     )
 
 
+def target_apart(words: Sequence[str]) -> list[str]:
+    """A tool's command line with the words behind ``--target`` that are no settings of it moved to the end, behind ``--``, for a tool
+    that takes positionals: argparse would give them all to the option.
+
+    Settings are ``key=value`` with a key of the word's yaml; where the word has none, any key is left for ``open_named_target`` to refuse.
+    """
+    end = words.index("--") if "--" in words else len(words)
+    begin = words.index("--target", 0, end) + 2 if "--target" in words[:end] else end + 1
+    if begin > end or words[begin - 1].startswith("-"):
+        return list(words)
+    stop = next((number for number in range(begin, end) if words[number].startswith("-")), end)
+    path = conf_dir() / "target" / f"{words[begin - 1]}.yaml"
+    keys = re.findall(r"^(\w+):", path.read_text(encoding="utf-8"), re.M) if path.is_file() else None
+
+    def sets(word: str) -> bool:
+        key, equals, _ = word.partition("=")
+        return bool(equals) and (keys is None or key in keys)
+
+    apart = next((number for number in range(begin, stop) if not sets(words[number])), stop)
+    positionals = [*words[apart:stop], *words[end + 1 :]]
+    return [*words[:apart], *words[stop:end], *(["--", *positionals] if positionals else [])]
+
+
 def open_named_target(words: Sequence[str]) -> OpenTarget:
     """The target that ``--target`` names. Errors: ValueError for a word or a setting that is not there."""
     return open_target(load_word("target", *words))
@@ -77,7 +104,8 @@ def open_named_target(words: Sequence[str]) -> OpenTarget:
 
 def as_settings(words: Sequence[str]) -> list[str]:
     """The target that ``--target`` names, in the words of a stage's command line."""
-    return [f"target={words[0]}", *(f"target.{setting}" for setting in words[1:])]
+    given = (setting.partition("=") for setting in words[1:])
+    return [f"target={words[0]}", *(f"target.{key}={value if key in _KINDS else quoted(value)}" for key, _, value in given)]
 
 
 def open_run_target(cfg: Any) -> OpenTarget:

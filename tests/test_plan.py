@@ -77,6 +77,26 @@ def test_the_training_that_is_reckoned_with_is_one_that_train_takes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "precision", "told", "command"),
+    [
+        ([], "bf16", "precision: auto, bf16. flops_per_s of 2cpu is of bfloat16 (hardware.flops_dtype); train itself asks its device.", ""),
+        (["hardware.flops_dtype=float32"], "fp32", "precision: auto, fp32. flops_per_s of 2cpu is of float32", ""),
+        (["precision=bf16"], "bf16", "precision: bf16. flops_per_s of 2cpu is of bfloat16 (hardware.flops_dtype).", "precision=bf16 "),
+        (["precision=fp32"], "fp32", "training in float32 takes longer, and its memory alone is reckoned", "precision=fp32 "),
+    ],
+)
+def test_the_plan_says_what_precision_comes_to(tmp_path: Path, words: list[str], precision: str, told: str, command: str) -> None:
+    """``auto`` stays auto in the command, where the device that trains tells; a word that was given goes with it."""
+    done = plan("prompt.num_tokens=1M", "hardware=2cpu", f"out={tmp_path}/plan.json", *words)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    assert found["precision"] == precision and told in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("Its training: ")]
+    assert f"-m mtp_train.train {command}parallel=" in line, line
+
+
+@pytest.mark.slow
 def test_an_optimizer_that_the_mode_cannot_take_is_told_apart_from_a_lack_of_memory(tmp_path: Path) -> None:
     """ZeRO is reckoned with the one that it takes, which is said; the exit status is not that of what does not fit."""
     out = tmp_path / "plan.json"
@@ -118,6 +138,8 @@ def test_what_does_not_fit_is_named_with_both_figures_after_the_tables(tmp_path:
         (["prompt.num_tokens=many"], "prompt.num_tokens: expected a number such as 500M or 1.5B, found 'many'"),
         (["prompt.num_tokens=1M", "losses.topk_kl={}"], "losses.topk_kl: expected a weight, found {}"),
         (["prompt.num_tokens=1M", "evaluate.batch_size=0"], "evaluate.batch_size: expected at least 1, found 0"),
+        (["prompt.num_tokens=1M", "precision=bff16"], "precision: expected auto, bf16 or fp32, found 'bff16'"),
+        (["prompt.num_tokens=1M", "hardware.flops_dtype=bf16"], "hardware.flops_dtype: expected bfloat16 or float32, found 'bf16'"),
     ],
 )
 def test_what_is_missing_or_no_number_is_refused(words: list[str], message: str) -> None:

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mtp_train.opening import add_target_option
+from mtp_train.opening import add_target_option, target_apart
 
 
 def parse() -> argparse.Namespace:
@@ -37,7 +38,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-speculative-tokens", type=int, default=5)
     parser.add_argument("--side-by-side", type=int, default=2, help="trainings at a time")
     parser.add_argument("settings", nargs="*", help="of mtp_train.train")
-    return parser.parse_args()
+    return parser.parse_args(target_apart(sys.argv[1:]))
 
 
 def main() -> int:
@@ -54,7 +55,7 @@ def main() -> int:
 
 def ablate(arguments: argparse.Namespace) -> Path:
     """Make what is missing, train, measure, write the page; its path."""
-    from mtp_train.ablation.grid import MIXTURES, Place, cells, keep_settings, train_all
+    from mtp_train.ablation.grid import MIXTURES, Place, cells, keep_settings, train_all, trained_in
     from mtp_train.ablation.measure import measure
     from mtp_train.ablation.page import write_page
     from mtp_train.cache.reader import CacheReader
@@ -63,10 +64,13 @@ def ablate(arguments: argparse.Namespace) -> Path:
     from mtp_train.target.weights import read_shared
 
     stated = ("run", "heldout", "target", "max_new_tokens", "num_channels", "factor", "num_speculative_tokens", "settings")
-    keep_settings(arguments.out, {key: json.loads(json.dumps(getattr(arguments, key), default=str)) for key in stated})
+    own = CacheReader(arguments.heldout / "cache", verify="first_read")
+    # What is done already is not done again, and this machine may choose otherwise than the one that did it.
+    rounded = {"precision": trained_in(arguments.settings), "measured_in": str(own[0].hidden_TD.dtype).removeprefix("torch.")}
+    keep_settings(arguments.out, {key: json.loads(json.dumps(getattr(arguments, key), default=str)) for key in stated} | rounded)
     target = open_named_target(arguments.target)
     places = {"real": Place(words=tuple(as_settings(arguments.target)), cache=arguments.run / "cache")}
-    opened, heldout = {"real": target}, {"real": CacheReader(arguments.heldout / "cache", verify="first_read")}
+    opened, heldout = {"real": target}, {"real": own}
     if arguments.num_channels:
         opened["outliers"], places["outliers"], heldout["outliers"] = with_outliers(arguments, target)
     wanted = cells(list(places), arguments.mixtures or list(MIXTURES), arguments.seeds)
@@ -93,6 +97,7 @@ def ablate(arguments: argparse.Namespace) -> Path:
     about = {
         "target": f"{target.spec.name}, hidden size {target.spec.hidden_size}, {target.spec.num_layers} layers",
         "settings": " ".join(arguments.settings) or "as conf/train.yaml has them",
+        "precision": f"trained in {rounded['precision']}, measured in {rounded['measured_in']}",
         "seeds": ", ".join(map(str, arguments.seeds)),
         "held-out prompts": str(len(heldout["real"])),
     }
@@ -109,7 +114,7 @@ def with_outliers(arguments: argparse.Namespace, target: Any) -> tuple[Any, Any,
     from mtp_train.ablation.grid import Place
     from mtp_train.cache.reader import CacheReader
     from mtp_train.cache.recode import rewrite
-    from mtp_train.opening import open_target
+    from mtp_train.opening import as_settings, open_target
     from mtp_train.target.outliers import Outliers, spread_channels, write_outlier_target
 
     channels = spread_channels(target.spec.hidden_size, count=arguments.num_channels)
@@ -121,7 +126,7 @@ def with_outliers(arguments: argparse.Namespace, target: Any) -> tuple[Any, Any,
         reader = CacheReader(source / "cache", verify="first_read")
         identity = replace(reader.identity, **opened.identity())
         rewrite(reader, identity=identity, change=outliers.scale_sample, out=arguments.out / name)
-    words = ("target=local", f"target.path={path}", f"target.name={opened.spec.name}")
+    words = tuple(as_settings(["local", f"path={path}", f"name={opened.spec.name}"]))
     return opened, Place(words=words, cache=arguments.out / "cache"), CacheReader(arguments.out / "heldout", verify="first_read")
 
 

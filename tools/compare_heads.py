@@ -23,7 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mtp_train.opening import add_target_option, as_settings
+from mtp_train.commandline import quoted
+from mtp_train.opening import add_target_option, as_settings, target_apart
 
 # What each head is, beyond the settings that all share. {out}: the folder of this comparison.
 _DISTILLED = "noise_scale=0 losses.hidden_l1=0 losses.topk_kl=0 +losses.forward_kl=1.0"
@@ -55,7 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="of the timing")
     parser.add_argument("--threads", type=int, default=1, help="of every process")
     parser.add_argument("settings", nargs="*", help="of mtp_train.train, for all heads")
-    return parser.parse_args()
+    return parser.parse_args(target_apart(sys.argv[1:]))
 
 
 def main() -> int:
@@ -122,19 +123,27 @@ def prepare(arguments: argparse.Namespace) -> None:
         source = resolve_target(load_word("target", *arguments.target))
         write_cut_model(source, arguments.out / "small", layers=arguments.draft_layers)
     if "eagle3" in arguments.heads:
-        words = [f"out={arguments.out / 'taps'}", "target_layer_ids=null"]
+        words = [f"out={quoted(arguments.out / 'taps')}", "target_layer_ids=null"]
         if fault := stage(arguments, "precompute", words, log="taps"):
             raise ValueError(fault)
 
 
 def train(arguments: argparse.Namespace, name: str, out: Path, *further: str) -> str | None:
-    words = [word.format(out=arguments.out) for word in HEADS[name].split()]
-    return stage(arguments, "train", [f"name={name}", f"out={out}", *arguments.settings, *words, *further], log=f"train-{name}")
+    words = []
+    for word in HEADS[name].split():
+        key, _, value = word.partition("=")
+        words.append(f"{key}={quoted(value.format(out=arguments.out))}" if "{out}" in value else word)
+    return stage(arguments, "train", [f"name={name}", f"out={quoted(out)}", *arguments.settings, *words, *further], log=f"train-{name}")
 
 
 def evaluate(arguments: argparse.Namespace, name: str, *, tree: bool) -> str | None:
     decoding = tree_of(name) if tree else "chain"
-    words = [f"name={name}", f"checkpoint={arguments.out / 'checkpoint' / name}", f"out={arguments.out / 'report'}", f"decoding={decoding}"]
+    words = [
+        f"name={name}",
+        f"checkpoint={quoted(arguments.out / 'checkpoint' / name)}",
+        f"out={quoted(arguments.out / 'report')}",
+        f"decoding={decoding}",
+    ]
     words += [f"decoding.max_nodes={arguments.tree_nodes}"] if tree else []
     words += ["aims=[]", "identity.num_prompts=0", "ways.greedy.prompt_sets=[project]", "ways.sampled.prompt_sets=[]"]
     return stage(arguments, "evaluate", [*words, *arguments.evaluate], log=f"evaluate-{name}-{decoding}")
@@ -153,7 +162,7 @@ def stage(arguments: argparse.Namespace, verb: str, words: Sequence[str], *, log
     path.parent.mkdir(parents=True, exist_ok=True)
     environment = environment_apart() | {"OMP_NUM_THREADS": str(arguments.threads)}
     with open(path, "wb") as stream:
-        whole = [*command, f"run={arguments.run}", *words]
+        whole = [*command, f"run={quoted(arguments.run)}", *words]
         done = subprocess.run(whole, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=environment, check=False)
     if done.returncode == 0:
         return None

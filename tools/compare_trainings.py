@@ -24,11 +24,13 @@ import torch
 
 from mtp_train.acceptance.interval import Interval, paired_difference, rates_and_length
 from mtp_train.cache.reader import CacheReader
+from mtp_train.checkpoint import read_head_config
+from mtp_train.commandline import quoted
 from mtp_train.engine.base import Sampling
 from mtp_train.engine.estimate_from_cache import estimate
 from mtp_train.engine.hf_model import DTYPES, choose_dtype
 from mtp_train.faults import telling
-from mtp_train.opening import add_target_option, as_settings, head_loader, open_named_target
+from mtp_train.opening import add_target_option, as_settings, head_loader, open_named_target, target_apart
 from mtp_train.records import PromptAcceptance
 from mtp_train.run import check_name
 from mtp_train.runtime import atomic_write_json, atomic_write_text, provenance
@@ -46,13 +48,21 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--common", default="", help="settings of train for all variants")
     parser.add_argument("--num-speculative-tokens", type=int, default=5)
     parser.add_argument("--out", type=Path, help="report.{json,md} go there; none: RUN/compare")
-    return parser.parse_args()
+    return parser.parse_args(target_apart(sys.argv[1:]))
 
 
 def train(words: argparse.Namespace, name: str, settings: str, seed: int) -> Path:
     """The folder of the head, trained unless it is there."""
     out = words.run / "compare" / f"{name}-{seed}"
-    command = [sys.executable, "-m", "mtp_train.train", f"run={words.run}", *as_settings(words.target), f"name={name}-{seed}", f"out={out}"]
+    command = [
+        sys.executable,
+        "-m",
+        "mtp_train.train",
+        f"run={quoted(words.run)}",
+        *as_settings(words.target),
+        f"name={name}-{seed}",
+        f"out={quoted(out)}",
+    ]
     command += [
         f"seed={seed}",
         f"head.seed={seed}",
@@ -65,11 +75,27 @@ def train(words: argparse.Namespace, name: str, settings: str, seed: int) -> Pat
     return out
 
 
+def check_precisions(trained: Mapping[str, Sequence[Path]], variants: Mapping[str, str]) -> dict[str, str]:
+    """The precision that each variant was trained in, as its heads state it. ValueError where trainings differ whose variants do not
+    name it: ``auto`` came to another on the machine that did one of them, and their difference would be that of precisions too."""
+    found = {
+        folder: str(read_head_config(folder)["made_by"]["settings"]["precision"]) for folders in trained.values() for folder in folders
+    }
+    naming = {name for name, settings in variants.items() if any(word.startswith("precision=") for word in shlex.split(settings))}
+    of = {found[folder]: folder.name for name, folders in trained.items() for folder in folders if name not in naming}
+    if len(of) > 1:
+        said = ", ".join(f"{precision} ({name})" for precision, name in sorted(of.items()))
+        raise ValueError(
+            f"precision: expected trainings in one, found {said}; delete those in the other and train them anew with "
+            "--common precision=..., or name it in a variant's own settings, where it is what is compared"
+        )
+    return {name: found[folders[0]] for name, folders in trained.items()}
+
+
 @torch.inference_mode()
-def measure(words: argparse.Namespace, folder: Path, seed: int) -> list[PromptAcceptance]:
-    """The estimate on what ``seed`` held out."""
+def measure(words: argparse.Namespace, folder: Path, seed: int, *, dtype: torch.dtype) -> list[PromptAcceptance]:
+    """The estimate on what ``seed`` held out, computed in ``dtype``."""
     target, device = open_named_target(words.target), torch.device("cpu")
-    dtype = DTYPES[choose_dtype("auto", device)]
     head = head_loader(target)(folder, read_shared(target.path).to(device=device, dtype=dtype))
     held_out = split(CacheReader(words.run / "cache", verify="none"), fraction=words.fraction, seed=seed)[1].with_taps(
         head.target_layer_ids
@@ -92,11 +118,19 @@ def shown(interval: Interval) -> str:
 
 
 def report(
-    names: Sequence[str], found: dict[str, list[list[PromptAcceptance]]], words: argparse.Namespace
+    names: Sequence[str],
+    found: dict[str, list[list[PromptAcceptance]]],
+    words: argparse.Namespace,
+    *,
+    precisions: Mapping[str, str],
+    dtype: str,
 ) -> tuple[str, list[dict[str, Any]]]:
     depth, first, rows = words.num_speculative_tokens, names[0], []
     positions = sum(sum(len(prompt.token_ids) for prompt in prompts) for prompts in found[first])
-    lines = [f"{len(words.seeds)} seeds, {positions} held-out answer tokens in all; chain of {depth}, greedy.", ""]
+    lines = [f"{len(words.seeds)} seeds, {positions} held-out answer tokens in all; chain of {depth}, greedy."]
+    once = len(set(precisions.values())) == 1
+    said = precisions[first] if once else ", ".join(f"{precisions[name]} ({name})" for name in names)
+    lines += [f"Trained in {said}; estimated in {dtype}.", ""]
     lines += [
         "| variant | position 1 | length | position 1, less the first's [95%] | length, likewise | position 1 per seed |",
         "|---|---|---|---|---|---|",
@@ -151,12 +185,16 @@ def check(words: argparse.Namespace, variants: Mapping[str, str]) -> None:
 def compare(words: argparse.Namespace) -> None:
     variants = named(words.variants)
     check(words, variants)
+    trained = {name: [train(words, name, settings, seed) for seed in words.seeds] for name, settings in variants.items()}
+    precisions, dtype = check_precisions(trained, variants), choose_dtype("auto", torch.device("cpu"))
     found = {
-        name: [measure(words, train(words, name, settings, seed), seed) for seed in words.seeds] for name, settings in variants.items()
+        name: [measure(words, folder, seed, dtype=DTYPES[dtype]) for folder, seed in zip(folders, words.seeds, strict=True)]
+        for name, folders in trained.items()
     }
-    text, rows = report(list(variants), found, words)
+    text, rows = report(list(variants), found, words, precisions=precisions, dtype=dtype)
     out = words.out or words.run / "compare"
-    atomic_write_json(out / "report.json", {**provenance(), "variants": variants, "common": words.common, "rows": rows})
+    stated = {"variants": variants, "common": words.common, "precision": precisions, "estimated_in": dtype}
+    atomic_write_json(out / "report.json", {**provenance(), **stated, "rows": rows})
     atomic_write_text(out / "report.md", text)
     print(text)
 

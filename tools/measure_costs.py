@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mtp_train.opening import add_target_option
+from mtp_train.opening import add_target_option, target_apart
 
 
 def parse() -> argparse.Namespace:
@@ -43,7 +43,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=None, help="a report's folder; default: RUN/report")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the engine, such as dtype=float32")
-    return parser.parse_intermixed_args()
+    return parser.parse_intermixed_args(target_apart(sys.argv[1:]))
 
 
 def measure(arguments: argparse.Namespace) -> Path:

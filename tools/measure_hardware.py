@@ -81,7 +81,7 @@ def main() -> None:
     def named(dtype: torch.dtype) -> str:
         return str(dtype).removeprefix("torch.")
 
-    flops, beside = products(best), "" if cuda else f"; {products(other):.3g} in {named(other)}"
+    flops, beside = products(best), "" if cuda else f"  # {products(other):.3g} in {named(other)}"
     source = torch.zeros(2**28, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     memory = per_second(lambda: target.copy_(source), 2.0 * source.nbytes, cuda=cuda)
@@ -94,7 +94,8 @@ def main() -> None:
         "num_devices": words.devices,
         "memory_bytes": show_bytes(torch.cuda.get_device_properties(0).total_memory if cuda else memory_bytes),
         "usable_share": 0.9,
-        "flops_per_s": f"{flops:.3g}  # in {named(best)}{beside}",
+        "flops_per_s": f"{flops:.3g}{beside}",
+        "flops_dtype": named(best),
         "memory_bytes_per_s": show_bytes(memory),
         "link_bytes_per_s": f"{show_bytes(memory / 2)}  # not measured: half of memory's",
         "disk_bytes": show_bytes(shutil.disk_usage(words.folder).free),

@@ -10,11 +10,15 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mtp_train.checkpoint import is_whole
+from mtp_train.commandline import quoted
 from mtp_train.head.pair import NORMS
 from mtp_train.runtime import atomic_write_json, environment_apart, progress, read_json, read_object
+from mtp_train.trainer.module import choose_precision
+from mtp_train.trainer.settings import Device, Precision
+from mtp_train.typed import fit
 
 # Mixtures by name. ``feedback`` has no weights and says nothing at depth 0; it goes with all.
 MIXTURES: dict[str, tuple[str, ...]] = {
@@ -75,6 +79,13 @@ def keep_settings(out: Path, settings: Mapping[str, Any]) -> None:
     atomic_write_json(path, {"settings": dict(settings)})
 
 
+def trained_in(settings: Sequence[str]) -> Precision:
+    """What the precision of trainings with these settings comes to on this machine: ``auto``, train's default, goes by the device."""
+    given = {key: value for key, _, value in (word.partition("=") for word in settings)}
+    precision, device = given.get("precision", "auto"), given.get("device", "auto")
+    return choose_precision(fit(Literal["auto", "bf16", "fp32"], precision, "precision"), fit(Device, device, "device"))
+
+
 def command(cell: Cell, place: Place, *, out: Path, settings: Sequence[str]) -> list[str]:
     """The command line of a cell's training. Everything but the norms is the same for all mixtures; ``settings`` may not name them."""
     on = MIXTURES[cell.mixture]
@@ -86,8 +97,8 @@ def command(cell: Cell, place: Place, *, out: Path, settings: Sequence[str]) -> 
         "head=mtp",
         *settings,
         *place.words,
-        f"cache={place.cache}",
-        f"out={out / cell.name}",
+        f"cache={quoted(place.cache)}",
+        f"out={quoted(out / cell.name)}",
         f"head.norms={{{norms}}}",
         f"head.seed={cell.seed}",
         f"seed={cell.seed}",

@@ -27,7 +27,7 @@ from mtp_train.planning.work import (
 from mtp_train.quantity import show_bytes
 from mtp_train.target.weights import SharedWeights
 from mtp_train.trainer.objective import Objective
-from mtp_train.trainer.settings import Rule
+from mtp_train.trainer.settings import Precision, Rule
 
 # What train takes where nothing is said (conf/train.yaml) and the mode can.
 DEFAULT_RULE: Rule = "muon"
@@ -58,7 +58,8 @@ class ModeRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What the settings name; ``rule`` None: each mode takes train's default where it can (muon), else adamw."""
+    """What the settings name; ``rule`` None: each mode takes train's default where it can (muon), else adamw. ``precision`` ``auto``:
+    the machine's own."""
 
     codec: str
     mode: str
@@ -72,9 +73,9 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The answer. ``stages`` are those of the setting asked for, as far as each fits; ``cheapest`` the words of the setting that takes
-    least time of those that fit, None where none does; ``problems`` what of the setting asked for does not fit, and why;
-    ``conflicts`` which of its settings do not go together on any machine, and what would."""
+    """The answer. ``precision`` is what that asked for comes to; ``stages`` are those of the setting asked for, as far as each fits;
+    ``cheapest`` the words of the setting that takes least time of those that fit, None where none does; ``problems`` what of the
+    setting asked for does not fit, and why; ``conflicts`` which of its settings do not go together on any machine, and what would."""
 
     target: TargetSizes
     head: HeadSizes
@@ -82,6 +83,7 @@ class Plan:
     work: Workload
     assume: Assumptions
     asked: Asked
+    precision: Precision
     caches: tuple[CacheRow, ...]
     modes: tuple[ModeRow, ...]
     layouts: tuple[EngineLayout, ...]
@@ -125,6 +127,7 @@ def make_plan(
         raise ValueError(f"evaluate.batch_size: expected at least 1, found {asked.batch_size}")
     if asked.rule not in (None, *get_args(Rule)):
         raise ValueError(f"optimizer.rule: expected one of {get_args(Rule)}, or null, found {asked.rule!r}")
+    precision = hardware.precision(asked.precision)
     modes = _mode_rows(target, head, make_head, objective, hardware, work, assume, asked, cache_bytes=cache.total_bytes)
     layouts = engine_layouts(target, hardware, assume, work)
     generated = regenerate_work(target, hardware, assume, work, layouts)
@@ -154,6 +157,7 @@ def make_plan(
         work=work,
         assume=assume,
         asked=asked,
+        precision=precision,
         caches=caches,
         modes=modes,
         layouts=tuple(layouts),
@@ -220,7 +224,7 @@ def _shape(target: TargetSizes, hardware: Hardware, work: Workload, asked: Asked
         vocab_size=target.vocab_size,
         tied=target.tied,
         top_k=work.top_k,
-        precision=asked.precision,
+        precision=hardware.precision(asked.precision),
         noise=asked.noise,
         recompute=asked.recompute,
         context=context,

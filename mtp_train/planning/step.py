@@ -26,10 +26,11 @@ from mtp_train.planning.live import LiveBytes
 from mtp_train.planning.sizes import empty_shared
 from mtp_train.records import Batch, DraftStep, Teacher
 from mtp_train.target.weights import SharedWeights
+from mtp_train.trainer.module import compute_dtype
 from mtp_train.trainer.objective import Objective
 from mtp_train.trainer.optim import MuonAdamW, build_optimizer
 from mtp_train.trainer.rows import Pack
-from mtp_train.trainer.settings import OptimizerSettings, Rule
+from mtp_train.trainer.settings import OptimizerSettings, Precision, Rule
 
 ACTIVATIONS, CHUNK, BACKWARD, GRADIENTS, STEPPING = "activations", "logits chunk", "backward", "gradients", "optimizer step"
 _EVEN = "mtp_train_even"  # experts whose rows nobody routed
@@ -47,7 +48,7 @@ class StepShape:
     vocab_size: int
     tied: bool
     top_k: int | None
-    precision: str
+    precision: Precision
     noise: bool
     recompute: bool
     context: int
@@ -55,7 +56,7 @@ class StepShape:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+        return compute_dtype(self.precision)
 
     @property
     def num_rows(self) -> int:
@@ -150,7 +151,7 @@ def _moments(head: Head, objective: Objective, shape: StepShape, batch: Batch, *
     live = LiveBytes(phase=ACTIVATIONS, parameters=parameters, others=held)
     watched: Any = _Watched(head, live)
     with live:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=shape.precision == "bf16"):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=shape.dtype == torch.bfloat16):
             loss = objective(watched, pack, scale_K, measure=False).loss
         live.phase = BACKWARD
         loss.backward()

@@ -31,9 +31,23 @@ def print_plan(plan: Plan, console: Console, *, told: Sequence[str]) -> None:
     for title, table in (_caches(plan), _memory(plan), _engines(plan), _stages(plan)):
         console.print(f"\n[bold]{title}[/bold]", highlight=False)
         console.print(table)
-    note = "*: what the settings ask for. An empty cell of the memory: at that moment nothing, or under a thousandth of all.\n"
-    console.print(note, highlight=False, markup=False)
+    note = "*: what the settings ask for. An empty cell of the memory: at that moment nothing, or under a thousandth of all."
+    console.print(f"{note}\n{_precision(plan)}\n", highlight=False, markup=False, soft_wrap=True)
     console.print(_verdict(plan, told), highlight=False, markup=False, soft_wrap=True)  # commands stay whole
+
+
+def _precision(plan: Plan) -> str:
+    """What training is reckoned in, and where the machine's rate is of other products: no rate is made up for those."""
+    name, dtype = plan.hardware.name, plan.hardware.flops_dtype
+    auto = "auto, " if plan.asked.precision == "auto" else ""
+    told = f"precision: {auto}{plan.precision}. flops_per_s of {name} is of {dtype} (hardware.flops_dtype)"
+    if plan.precision == plan.hardware.own_precision:
+        return f"{told}{'; train itself asks its device' if auto else ''}."
+    other = "float32" if plan.precision == "fp32" else "bfloat16"
+    return (
+        f"{told}, and so are all times here; training in {other} takes longer, and its memory alone is reckoned: give its rate where you "
+        f"have it (hardware.flops_per_s=..., hardware.flops_dtype={other})."
+    )
 
 
 def _caches(plan: Plan) -> tuple[str, Table]:
@@ -164,6 +178,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "work": asdict(plan.work),
         "assume": asdict(plan.assume),
         "asked": asdict(plan.asked),
+        "precision": plan.precision,
         "caches": [asdict(row) for row in plan.caches],
         "memory": [
             {

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_train.acceptance.report_data import Measurement, part_from_json
+from mtp_train.commandline import quoted
 from mtp_train.orphan import PARENT
 from mtp_train.runtime import environment_apart, log, read_json
 
@@ -92,14 +93,14 @@ class MeasuredAcceptance:
             "-m",
             "mtp_train.evaluate",
             "target=local",
-            *(f"target.{key}={_quoted(value)}" for key, value in self._target.items()),
+            *(f"target.{key}={quoted(value)}" for key, value in self._target.items()),
             f"engine={settings.engine}",
             f"benchmark@prompt_sets.project={settings.prompt_set}",
             f"prompt_sets.project.limit={settings.limit}",
             f"name={_NAME}",
-            f"run={_quoted(folder)}",
-            f"checkpoint={_quoted(folder)}",
-            f"out={_quoted(folder / 'report')}",
+            f"run={quoted(folder)}",
+            f"checkpoint={quoted(folder)}",
+            f"out={quoted(folder / 'report')}",
             f"max_new_tokens={settings.max_new_tokens}",
             f"decoding.num_speculative_tokens={settings.num_speculative_tokens}",
             "~ways.sampled",
@@ -123,11 +124,3 @@ class MeasuredAcceptance:
             "engine_version": acceptance.engine_version,
             "dtype": acceptance.dtype,
         }
-
-
-def _quoted(value: Any) -> str:
-    """A value as Hydra's command line reads it: strings in quotes, so that blanks and commas stay."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    text = str(value).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{text}'"

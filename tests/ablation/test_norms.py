@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mtp_train.ablation.grid import MIXTURES, Cell, Place, cells, command, ended, keep_settings, stopped_at, train_all
+from mtp_train.ablation.grid import MIXTURES, Cell, Place, cells, command, ended, keep_settings, stopped_at, train_all, trained_in
 from mtp_train.ablation.measure import Counted, Line, Measured
 from mtp_train.ablation.page import rows, write_page
 from mtp_train.runtime import read_json
@@ -81,6 +81,19 @@ def test_the_page_shows_every_row_and_says_what_is_not_shown(tmp_path: Path) -> 
         assert "<tiny>" not in text and "<b>" not in text
     assert html.count("<svg") == 3  # gradient norm, state, loss; nothing was validated
     assert "No head here fails to train" not in markdown
+
+
+def test_an_ablation_is_not_continued_in_another_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begun where training comes to bf16, called again where it comes to fp32: refused with both, until it is named."""
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bf16": True})
+    assert (trained_in(["device=cpu"]), trained_in(["device=cpu", "precision=fp32"])) == ("bf16", "fp32")
+    keep_settings(tmp_path, {"precision": trained_in(["device=cpu"])})
+    monkeypatch.setattr("torch.cpu.get_capabilities", dict)
+    with pytest.raises(ValueError, match="precision: there bf16, now fp32"):
+        keep_settings(tmp_path, {"precision": trained_in(["device=cpu"])})
+    keep_settings(tmp_path, {"precision": trained_in(["device=cpu", "precision=bf16"])})
+    with pytest.raises(ValueError, match="precision: expected"):
+        trained_in(["precision=bff16"])
 
 
 @pytest.mark.slow

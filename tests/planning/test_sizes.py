@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mtp_train.planning.hardware import Hardware
 from mtp_train.planning.sizes import count_weights, read_target_sizes, target_folder
 from mtp_train.stage import conf_dir, load_word
 
@@ -112,3 +113,14 @@ def test_a_target_that_is_not_here_and_states_no_sizes_is_refused() -> None:
         target_folder({"kind": "hub", "name": "mine"}),
     ):
         pass
+
+
+def test_hardware_without_the_key_is_of_bfloat16() -> None:
+    """A file that was written before the key was there; a machine measured in float32 trains in it, where nothing is said."""
+    settings = load_word("hardware", "2cpu")
+    del settings["flops_dtype"]
+    found = Hardware.read(settings)
+    assert (found.flops_dtype, found.precision("auto"), found.precision("fp32")) == ("bfloat16", "bf16", "fp32")
+    assert Hardware.read({**settings, "flops_dtype": "float32"}).precision("auto") == "fp32"
+    with pytest.raises(ValueError, match=r"missing \['source'\], unknown \[\]"):
+        Hardware.read({key: value for key, value in settings.items() if key != "source"})
