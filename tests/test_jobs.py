@@ -84,7 +84,7 @@ def test_shellcheck_finds_nothing() -> None:
         (
             "demo.sh",
             "regenrate:prompt.limit=3",
-            "expected stage:key=value with regenerate, precompute, train, evaluate or export, found 'reg",
+            "expected stage:key=value with regenerate, precompute, train, evaluate or export, found",
         ),
         ("demo.sh", "small", "expected key=value or stage:key=value, found 'small'"),
         ("node.sh", "run=x", "expected GPUs that nvidia-smi counts, or PROCESSES, found neither"),
