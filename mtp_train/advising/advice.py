@@ -146,7 +146,10 @@ def _range_texts(option: Option, faster: FasterRange | None, as_is: FasterRange 
         return [f"It is expected to be slower than plain decoding at every number of sequences that was timed {most}."]
     begins = f"from {faster.first} sequences at once on, " if faster.first > option.table.batch_sizes[0] else ""
     if faster.until is None:
-        said = [f"With the best draft length for each it is expected to be faster than plain decoding {begins}as far as was timed {most}."]
+        said = [
+            f"With the best draft length for each it is expected to be faster than plain decoding {begins}as far as was timed {most}, "
+            "by the middle of each interval."
+        ]
     else:
         said = [
             f"Break-even: {faster.until:.1f} sequences at once, with the best draft length for each ({begins}timed as below); with more, "

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from mtp_train.acceptance.costs import CostTable
 from mtp_train.acceptance.report import JSON
 
 
@@ -27,3 +28,12 @@ def costs_command(run: str, *, head: str | None, engine: str, more: Sequence[str
     out = [] if report.name == "report" else ["--out", str(report)]
     words = ["--run", str(report.parent), *out, "--name", head or "none", "--engine", engine, *more]
     return shlex.join(["python", "tools/measure_costs.py", *words])
+
+
+def costs_command_like(table: CostTable, run: str, *, widened: Sequence[str]) -> str:
+    """The command that times again what is in ``table``, which it replaces, with one of its axes ``widened`` (a flag and its values)."""
+    lengths = sorted({cell.num_tokens for cell in table.drafting})
+    axes = {"--batch-sizes": table.batch_sizes, "--num-tokens": table.verified_tokens, "--draft-lengths": lengths}
+    axes["--context-tokens"] = [table.context_tokens]
+    kept = [word for flag, values in axes.items() if values and flag not in widened for word in (flag, *map(str, values))]
+    return costs_command(run, head=table.head, engine=table.engine, more=[*widened, *kept])

@@ -12,7 +12,7 @@ from mtp_train.acceptance.interval import Interval
 from mtp_train.acceptance.report_data import ReportData
 from mtp_train.acceptance.report_summary import Figures, summarise
 from mtp_train.acceptance.report_way import NO_HEAD
-from mtp_train.advising.missing import costs_command, evaluate_command
+from mtp_train.advising.missing import costs_command_like, evaluate_command
 from mtp_train.advising.workload import Serve, Workload
 from mtp_train.records import PromptAcceptance
 
@@ -101,7 +101,7 @@ def find_options(reports: Mapping[str, ReportData], workload: Workload, *, table
             left_out.append(f"{family.head}, {family.drafted}, {family.draft_sampling} drafts ({family.run}): {fault}")
     if not options:
         raise ValueError(
-            "advise: expected something measured that fits the workload, found nothing:\n" + "\n".join(f"  {text}" for text in left_out)
+            "runs: expected something measured that fits the workload, found nothing:\n" + "\n".join(f"  {text}" for text in left_out)
         )
     return Found(sorted(options, key=lambda option: -option.speedup.value), left_out)
 
@@ -162,8 +162,7 @@ def _options(family: Family, by_temperature: Mapping[float, Figures], workload: 
         options = _at_best(family, by_temperature, temperatures, workload, table)
     except NotTimed as fault:
         assert table is not None
-        measures = table.source == "measured"
-        lacks.append(f"{fault}: {costs_command(family.run, head=head, engine=table.engine, more=fault.words)}" if measures else str(fault))
+        lacks.append(f"{fault}: {costs_command_like(table, family.run, widened=fault.words)}" if table.source == "measured" else str(fault))
     except ValueError as fault:
         lacks.append(str(fault))
     if lacks:

@@ -110,7 +110,8 @@ def test_what_is_missing_is_said_for_each(acceptance: Make, report: Make, table:
     with pytest.raises(ValueError, match="expected batch sizes from 1 to 16, which were timed, found 24; measure more of them") as told:
         find({"a run": report(acceptance(0.5))}, workload(concurrency=24), table())
     command = "python tools/measure_costs.py --run 'a run' --name mtp --engine hf --batch-sizes 1 2 4 8 16 24"
-    assert str(told.value).endswith(f": {command}")
+    as_timed = "--num-tokens 1 2 5 9 --draft-lengths 1 4 --context-tokens 64"  # the table is written anew
+    assert str(told.value).endswith(f": {command} {as_timed}")
     with pytest.raises(ValueError, match=r"measure more of them$"):  # a table that no tool measured
         find({"a run": report(acceptance(0.5))}, workload(concurrency=24), table(source="modelled"))
     with pytest.raises(ValueError, match=r"workload.prompt_set: expected one that run measured \(project\), found 'mine'"):
