@@ -16,7 +16,7 @@ from mtp_train.checkpoint import is_whole
 from mtp_train.commandline import quoted
 from mtp_train.head.pair import NORMS
 from mtp_train.runtime import atomic_write_json, environment_apart, progress, read_json, read_object
-from mtp_train.trainer.module import choose_precision
+from mtp_train.trainer.module import choose_precision, make_accelerator
 from mtp_train.trainer.settings import Device, Precision
 from mtp_train.typed import fit
 
@@ -83,7 +83,8 @@ def trained_in(settings: Sequence[str]) -> Precision:
     """What the precision of trainings with these settings comes to on this machine: ``auto``, train's default, goes by the device."""
     given = {key: value for key, _, value in (word.partition("=") for word in settings)}
     precision, device = given.get("precision", "auto"), given.get("device", "auto")
-    return choose_precision(fit(Literal["auto", "bf16", "fp32"], precision, "precision"), fit(Device, device, "device"))
+    word: Literal["auto"] | Precision = fit(Literal["auto", "bf16", "fp32"], precision, "precision")
+    return choose_precision(word, make_accelerator(fit(Device, device, "device")))
 
 
 def command(cell: Cell, place: Place, *, out: Path, settings: Sequence[str]) -> list[str]:
