@@ -27,7 +27,7 @@ SETTINGS = {
     "precompute": ["prompt=file", "engine.device=cpu", "codec=float32", "top_k=8"],
     "train": ["device=cpu", "num_steps=2", "tokens_per_pack=256", "validation.fraction=0", "checkpoint.every=1", "schedule.warmup_steps=0"],
 }
-SAID = "=auto: float32, since this device has no instructions"
+SAID = "=auto: float32, since the device here has no instructions"
 
 
 @pytest.fixture
