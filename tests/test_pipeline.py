@@ -543,7 +543,7 @@ def test_other_settings_are_refused_and_leave_the_record_of_the_run_that_stands(
     assert "lr" in finished.refused("train", "optimizer.lr=0.5")
     # What auto would come to on another machine.
     assert "engine.dtype=float32 continues it" in finished.refused("regenerate", "engine.dtype=bfloat16")
-    assert "dtype: expected bfloat16, found float32" in finished.refused("precompute", "engine.dtype=bfloat16")
+    assert "dtype: expected 'bfloat16', found 'float32'" in finished.refused("precompute", "engine.dtype=bfloat16")
     other = {"bf16": "fp32", "fp32": "bf16"}[json.loads((finished.folder / "checkpoint/mtp/settings.train.json").read_text())["precision"]]
     assert f"now '{other}'" in finished.refused("train", f"precision={other}")
     assert "num_answers" in finished.refused("regenerate", "num_answers=0")
