@@ -544,7 +544,8 @@ def test_other_settings_are_refused_and_leave_the_record_of_the_run_that_stands(
     # What auto would come to on another machine.
     assert "engine.dtype=float32 continues it" in finished.refused("regenerate", "engine.dtype=bfloat16")
     assert "dtype: expected 'bfloat16', found 'float32'" in finished.refused("precompute", "engine.dtype=bfloat16")
-    other = {"bf16": "fp32", "fp32": "bf16"}[json.loads((finished.folder / "checkpoint/mtp/settings.train.json").read_text())["precision"]]
+    trained = json.loads((finished.folder / "checkpoint/mtp/settings.train.json").read_text())["settings"]["precision"]
+    other = {"bf16": "fp32", "fp32": "bf16"}[trained]
     assert f"now '{other}'" in finished.refused("train", f"precision={other}")
     assert "num_answers" in finished.refused("regenerate", "num_answers=0")
     assert "no_such_set" in finished.refused("evaluate", "ways.greedy.prompt_sets=[no_such_set]")
