@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import write_tiny_llama
+from tests.shell import Done, Shell
 
-pytestmark = pytest.mark.timeout(900)  # nine processes, on a machine that may be busy
+pytestmark = pytest.mark.timeout(600)  # nine stages, on a machine that may be busy
 
-# A stage on a CPU that says of itself whether it has instructions for products of bfloat16.
-STAGE = """
-import runpy, sys
-import torch
-capable, module = sys.argv[1] == "bf16", sys.argv[2]
-torch.cpu.get_capabilities = lambda: {"avx512_bf16": capable}
-sys.argv = ["stage", *sys.argv[3:]]
-runpy.run_module(module, run_name="__main__", alter_sys=True)
-"""
 SETTINGS = {
     "regenerate": ["prompt=file", "engine.device=cpu", "engine.batch_size=4", "sampling.max_new_tokens=8"],
     "precompute": ["prompt=file", "engine.device=cpu", "codec=float32", "top_k=8"],
@@ -36,10 +26,11 @@ def base(tmp_path: Path) -> list[str]:
     return ["target=local", f"target.path={write_tiny_llama(tmp_path / 'target')}", "target.name=tiny", f"run={tmp_path / 'run'}"]
 
 
-def run(stage: str, base: list[str], on: str, *words: str) -> subprocess.CompletedProcess[str]:
+def run(shell: Shell, stage: str, base: list[str], on: str, *words: str) -> Done:
+    """A stage on a CPU that says of itself whether it has instructions for products of bfloat16."""
     prompts = [] if stage == "train" else [f"prompt.source=[{Path(base[-1].partition('=')[2]).parent / 'prompts.jsonl'}]"]
-    command = [sys.executable, "-c", STAGE, on, f"mtp_train.{stage}", *base, *SETTINGS[stage], *prompts, *words]
-    return subprocess.run(command, check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    says = {"avx512_bf16": on == "bf16"}
+    return shell.wait(shell.start(f"mtp_train.{stage}", [*base, *SETTINGS[stage], *prompts, *words], capabilities=says))
 
 
 def stated(folder: Path) -> dict[str, str]:
@@ -53,21 +44,21 @@ def stated(folder: Path) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("on", "dtype", "precision"), [("bf16", "bfloat16", "bf16"), ("none", "float32", "fp32")])
 def test_what_auto_came_to_is_stated_and_not_continued_under_the_other(
-    base: list[str], tmp_path: Path, on: str, dtype: str, precision: str
+    base: list[str], tmp_path: Path, shell: Shell, on: str, dtype: str, precision: str
 ) -> None:
     """Each stage says where it takes float32, states what it took, and refuses where it would take the other, until that is named."""
     other = {"bf16": "none", "none": "bf16"}[on]
     names = {"regenerate": f"engine.dtype={dtype}", "precompute": f"engine.dtype={dtype}", "train": f"precision={precision}"}
     both = {"regenerate": ("'bfloat16'", "'float32'"), "precompute": ("'bfloat16'", "'float32'"), "train": ("'bf16'", "'fp32'")}
     for stage, named in names.items():
-        done = run(stage, base, on)
-        assert done.returncode == 0, done.stderr[-3000:]
+        done = run(shell, stage, base, on)
+        assert done.code == 0, done.stderr[-3000:]
         assert (SAID in done.stderr) == (on == "none"), done.stderr
-        refused = run(stage, base, other)
-        assert refused.returncode == 2 and all(value in refused.stderr for value in both[stage]), refused.stderr[-3000:]
+        refused = run(shell, stage, base, other)
+        assert refused.code == 2 and all(value in refused.stderr for value in both[stage]), refused.stderr[-3000:]
         assert "Traceback" not in refused.stderr
-        continued = run(stage, base, other, named)
-        assert continued.returncode == 0, continued.stderr[-3000:]
+        continued = run(shell, stage, base, other, named)
+        assert continued.code == 0, continued.stderr[-3000:]
     found = stated(tmp_path / "run")
     assert f"'dtype': '{dtype}'" in found["regenerate"]
     assert (found["precompute"], found["train"]) == (dtype, precision)

@@ -8,19 +8,18 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from tests.shell import Done, Shell
+
 pytestmark = pytest.mark.timeout(900)  # several stages in each, on a machine that may be busy
 
-ROOT = Path(__file__).resolve().parent.parent
 STAGE_SETTINGS = {
     "regenerate": ["prompt=file", "engine.dtype=float32", "engine.batch_size=4", "sampling.max_new_tokens=12"],
     "precompute": ["prompt=file", "engine.dtype=float32", "codec=float32", "top_k=8", "shard_tokens=128"],
@@ -36,131 +35,6 @@ STAGE_SETTINGS = {
     ],
     "export": [],
 }
-
-
-# One Python that has imported what all stages need, and forks for each command: a command then costs what it does, and not
-# ten seconds of imports each time. A child is a process of its own: killed, it dies as any other would. With "die", the child
-# kills itself (SIGKILL) when the named method is called for the n-th time, which is the same moment on every machine; with
-# "stop" it stops itself there (SIGSTOP), until it is told to go on.
-SHELL = """
-import json, os, runpy, signal, sys, traceback
-import accelerate, hydra, jinja2, matplotlib.pyplot, rich.table, safetensors.torch, torch.utils.data, tqdm, transformers
-import transformers.models.llama.modeling_llama
-
-def at_call(where, number, signal_number):
-    module, _, path = where.partition(":")
-    owner, _, method = path.partition(".")
-    found = getattr(__import__(module, fromlist=["_"]), owner)
-    calls, plain = [], getattr(found, method)
-    def counted(*words, **named):
-        calls.append(1)
-        if len(calls) == number:
-            os.kill(os.getpid(), signal_number)
-        return plain(*words, **named)
-    setattr(found, method, counted)
-
-def child(job):
-    os.setsid()
-    for number, path in enumerate((os.devnull, job["out"], job["err"])):
-        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
-    os.environ.update(job["environment"])
-    for kind, number in (("die", signal.SIGKILL), ("stop", signal.SIGSTOP)):
-        if job[kind]:
-            at_call(*job[kind], number)
-    sys.argv = ["stage", *job["words"]]
-    try:
-        runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    return 0
-
-for line in sys.stdin:
-    job = json.loads(line)
-    if "stopped" in job:
-        print(os.WSTOPSIG(os.waitpid(job["stopped"], os.WUNTRACED)[1]), flush=True)
-        continue
-    if "wait" in job:
-        print(os.waitstatus_to_exitcode(os.waitpid(job["wait"], 0)[1]), flush=True)
-        continue
-    pid = os.fork()
-    if pid == 0:
-        code = child(job)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    print(pid, flush=True)
-os._exit(0)
-"""
-
-
-class Shell:
-    """Starts stages as processes forked from one that has the libraries loaded."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.number = folder, 0
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SHELL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
-        )
-
-    def ask(self, **job: Any) -> int:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(job) + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
-
-    def start(
-        self,
-        module: str,
-        words: Sequence[str],
-        *,
-        die: tuple[str, int] | None = None,
-        stop: tuple[str, int] | None = None,
-        **variables: str,
-    ) -> Job:
-        self.number += 1
-        out, err = (self.folder / f"{self.number}.{kind}" for kind in ("out", "err"))
-        pid = self.ask(module=module, words=list(words), out=str(out), err=str(err), die=die, stop=stop, environment=variables)
-        return Job(pid, out, err)
-
-    def until_stopped(self, job: Job) -> None:
-        """Wait until the child has stopped itself, where ``stop`` told it to."""
-        assert self.ask(stopped=job.pid) == signal.SIGSTOP
-
-    def wait(self, job: Job) -> Done:
-        code = self.ask(wait=job.pid)
-        return Done(code, job.out.read_text(encoding="utf-8"), job.err.read_text(encoding="utf-8"))
-
-    def close(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.wait(timeout=60)
-        self.process.stdout.close()
-
-
-class Job(NamedTuple):
-    """A stage that runs, and where it writes."""
-
-    pid: int
-    out: Path
-    err: Path
-
-
-class Done(NamedTuple):
-    """A stage that has ended; ``code`` -9: by SIGKILL."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-
-@pytest.fixture(scope="module")
-def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
-    found = Shell(tmp_path_factory.mktemp("shell"))
-    yield found
-    found.close()
 
 
 class Run:
@@ -237,10 +111,6 @@ class Run:
         """A measurement without the time that it took."""
         found = json.loads((self.folder / "report" / "pieces" / "mtp" / f"{name}.json").read_text(encoding="utf-8"))["measurement"]
         return {"prompts": found["acceptance"]["prompts"], "identity": found["identity"], "notes": found["acceptance"]["notes"]}
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -459,6 +329,7 @@ def test_torchrun_starts_a_stage(finished: Run, tmp_path: Path, shell: Shell) ->
     done = shell.wait(shell.start("torch.distributed.run", words))
     assert done.code == 0, done.stderr[-3000:]
     assert (run.folder / "responses" / "responses-1.jsonl").stat().st_size
+    assert f"answers to write (this process's; 2 share {len(finished.responses())})" in done.stderr
     assert run.responses() == finished.responses()
 
 
@@ -598,6 +469,9 @@ def test_what_was_begun_otherwise_is_told_before_the_target_is_opened(finished: 
     """Which takes long: here there is none to open."""
     nowhere = "target.path=/nowhere"
     assert "tokens_per_pack: begun with 256, now 128" in finished.refused("train", nowhere, "tokens_per_pack=128")
+    assert "codec: expected one of ['bf16', 'float32', 'fp8', 'int8'], found 'int4'" in finished.refused(
+        "precompute", nowhere, "codec=int4"
+    )
     said = finished.refused("precompute", nowhere, "target_layer_ids=[0]")
     assert "target_layer_ids" in said and "/nowhere" not in said
     assert "top_k" in finished.refused("precompute", nowhere, "top_k=4")

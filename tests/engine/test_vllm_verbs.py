@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import vllm_for_tests as own
 from safetensors.torch import load_file
 
+from tests.shell import ROOT, Done, Shell, environment
+
 pytestmark = [*own.NEEDS_VLLM, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ["dtype=float32", "batch_size=4", "enforce_eager=true", "cpu_kv_cache_gib=1", "cpu_threads=1", "max_prefill_tokens=96"]
 STAGES = {
     "regenerate": ["prompt=file", "sampling.max_new_tokens=12"],
@@ -32,33 +33,13 @@ STAGES = {
         "identity.num_prompts=0",
     ],
 }
-# Runs a stage; at the n-th call of a method it kills itself, or may from then on write no file longer than some bytes: the
-# shard does not fit, as on a full disk.
-AT_CALL = """
-import json, os, resource, runpy, signal, sys
-job = json.loads(sys.argv[1])
-module, _, path = job["where"].partition(":")
-owner, _, method = path.partition(".")
-found = getattr(__import__(module, fromlist=["_"]), owner)
-plain, calls = getattr(found, method), []
-def counted(*words, **named):
-    calls.append(1)
-    if len(calls) == job["number"] and job["most_bytes"] is None:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if len(calls) == job["number"]:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (job["most_bytes"],) * 2)
-    return plain(*words, **named)
-setattr(found, method, counted)
-sys.argv = ["stage", *job["words"]]
-runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
-"""
 
 
 class Run:
     """One run folder, driven as a user drives it."""
 
-    def __init__(self, folder: Path, target: Path) -> None:
-        self.folder, self.target = folder, target
+    def __init__(self, folder: Path, target: Path, shell: Shell) -> None:
+        self.folder, self.target, self.shell = folder, target, shell
         folder.mkdir(parents=True)
         self.prompts = folder / "prompts.jsonl"
         words = ["red", "green", "blue", "one", "two", "three", "four", "five", "six", "seven"]
@@ -73,19 +54,16 @@ class Run:
             found.append(f"prompt.source=[{self.prompts}]")
         return [*found, f"prompt_sets.project.source=[{self.prompts}]"] if stage == "evaluate" else found
 
-    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
-
     def ok(self, stage: str, engine: str | None = "vllm", *words: str) -> str:
-        done = self.run("-m", f"mtp_train.{stage}", *self.words(stage, engine), *words)
-        assert done.returncode == 0, done.stderr[-3000:]
+        done = self.shell.wait(self.shell.start(f"mtp_train.{stage}", [*self.words(stage, engine), *words]))
+        assert done.code == 0, done.stderr[-3000:]
         return done.stderr
 
-    def at_call(self, stage: str, where: str, number: int, *, most_bytes: int | None = None) -> subprocess.CompletedProcess[str]:
+    def at_call(self, stage: str, where: str, number: int, *, most_bytes: int | None = None) -> Done:
         """Run a stage until the ``number``-th call of ``where``, and kill it there, or let no longer file be written from there on."""
-        job = {"module": f"mtp_train.{stage}", "where": where, "number": number, "most_bytes": most_bytes}
-        return self.run("-c", AT_CALL, json.dumps({**job, "words": self.words(stage, "vllm")}))
+        words = self.words(stage, "vllm")
+        happens: dict[str, Any] = {"die": (where, number)} if most_bytes is None else {"full": (where, number, most_bytes)}
+        return self.shell.wait(self.shell.start(f"mtp_train.{stage}", words, **happens))
 
     def responses(self) -> dict[str, tuple[list[int], list[int], str]]:
         rows = [json.loads(line) for line in (self.folder / "responses" / "responses.jsonl").read_text().splitlines()]
@@ -125,18 +103,18 @@ def _processes_of(folder: Path) -> dict[int, str]:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory, served_llama: Path) -> Run:
+def reference(tmp_path_factory: pytest.TempPathFactory, served_llama: Path, shell: Shell) -> Run:
     """A run whose answers engine=hf wrote, and whose cache vLLM wrote from them without an interruption."""
-    run = Run(tmp_path_factory.mktemp("reference") / "run", served_llama)
+    run = Run(tmp_path_factory.mktemp("reference") / "run", served_llama, shell)
     run.ok("regenerate", "hf")
     run.ok("precompute")
     return run
 
 
 def test_regenerate_killed_and_continued_writes_the_same_answers(reference: Run, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", reference.target)
+    run = Run(tmp_path / "run", reference.target, reference.shell)
     done = run.at_call("regenerate", "mtp_train.prompt.responses:ResponseWriter.write", 8)
-    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    assert done.code == -signal.SIGKILL, done.stderr[-3000:]
     run.wait_for_processes_to_end()
     assert len(run.responses()) == 7 and len(run.left_over("regenerate")) == 1
     assert "7 of 20 answers are there already" in run.ok("regenerate")
@@ -145,21 +123,21 @@ def test_regenerate_killed_and_continued_writes_the_same_answers(reference: Run,
 
 
 def test_precompute_killed_and_out_of_room_writes_the_same_cache(reference: Run, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", reference.target)
+    run = Run(tmp_path / "run", reference.target, reference.shell)
     (run.folder / "responses").symlink_to(reference.folder / "responses")
     expected = reference.cache_bytes()
     shards = [name for name in expected if name.endswith(".safetensors")]
     assert len(shards) >= 6
 
     done = run.at_call("precompute", "mtp_train.cache.writer:CacheWriter.write_shard", 3)
-    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    assert done.code == -signal.SIGKILL, done.stderr[-3000:]
     run.wait_for_processes_to_end()
     first = run.shards()
     assert sorted(first) == sorted(name for shard in shards[:2] for name in (shard, shard.replace(".safetensors", ".json")))
     assert len(run.left_over("precompute")) == 1
 
     done = run.at_call("precompute", "mtp_train.cache.writer:CacheWriter.write_shard", 2, most_bytes=4096)
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr[-3000:]
+    assert done.code == 2 and "Traceback" not in done.stderr, done.stderr[-3000:]
     assert "File too large" in done.stderr and "then run the same command again" in done.stderr
     run.wait_for_processes_to_end()
     assert len(run.shards()) == len(first) + 2 and run.left_over("precompute") == []
@@ -171,7 +149,7 @@ def test_precompute_killed_and_out_of_room_writes_the_same_cache(reference: Run,
 
 def test_the_cache_is_the_reference_engine_s(reference: Run, tmp_path: Path) -> None:
     """Every number of the cache against engine=hf, to float32's rounding."""
-    run = Run(tmp_path / "run", reference.target)
+    run = Run(tmp_path / "run", reference.target, reference.shell)
     (run.folder / "responses").symlink_to(reference.folder / "responses")
     run.ok("precompute", "hf")
     assert sorted(run.shards()) == sorted(reference.shards())
@@ -197,7 +175,9 @@ def test_three_ways_to_measure_agree_on_a_trained_head(reference: Run, checkpoin
     """tools/compare_engines.py as a user calls it: three measurements, the target and the head row by row, nothing at fault."""
     sizes = ["--num-prompts", "4", "--num-traced", "2", "--max-new-tokens", "8", "--batch-size", "4", "--threads", "1"]
     words = ["--target", "local", f"path={reference.target}", "--checkpoint", str(checkpoint), *sizes, "--out", str(tmp_path / "parity.md")]
-    done = reference.run(str(ROOT / "tools" / "compare_engines.py"), *words)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "compare_engines.py"), *words], env=environment(), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     said = (tmp_path / "parity.md").read_text(encoding="utf-8")
     for part in ("estimate - vLLM 0.0000", "reference - vLLM 0.0000", "4 of 4 answers are the same", "| top_k log_probs |"):
