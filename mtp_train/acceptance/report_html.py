@@ -27,7 +27,7 @@ from mtp_train.acceptance.report_summary import (
     interval_text,
     must_hold,
 )
-from mtp_train.acceptance.report_table import NONE, engines, estimate_note, section_table, serving
+from mtp_train.acceptance.report_table import NONE, engines, estimate_note, section_table, serving, target_words
 from mtp_train.faults import printable
 from mtp_train.records import Acceptance
 
@@ -50,6 +50,7 @@ def page(data: ReportData, summary: Summary) -> str:
     costs = cost_sections(data, summary, draw=True)
     return environment.get_template(TEMPLATE).render(
         data=data,
+        target=target_words(data),
         colours=colours,
         cards=_cards(summary, colours),
         headline=summary.sections[0] if summary.sections else None,
@@ -125,7 +126,7 @@ def _section(section: Section, colours: dict[str, int]) -> dict[str, Any]:
     return {
         "set": section.prompt_set,
         "way": section.way.text,
-        "size": section.size,
+        "about": section.about,
         "engines": engines(section),
         "table": table,
         "colours": [index % NUM_COLOURS for index in by_column.values()],

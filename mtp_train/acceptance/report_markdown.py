@@ -12,18 +12,17 @@ from mtp_train.acceptance.report_data import ReportData
 from mtp_train.acceptance.report_limits import limits
 from mtp_train.acceptance.report_ranking import rankings
 from mtp_train.acceptance.report_summary import Summary, comparison_text, identity_text
-from mtp_train.acceptance.report_table import engines, estimate_note, section_table, serving
+from mtp_train.acceptance.report_table import engines, estimate_note, section_table, serving, target_words
 
 
 def markdown(data: ReportData, summary: Summary) -> str:
     """The whole report but its plots."""
-    target = ", ".join(str(value) if key == "name" else f"{key} {value}" for key, value in data.target.items())
-    lines = [f"# {escape(data.title)}", "", f"Target: {escape(target)}", ""]
+    lines = [f"# {escape(data.title)}", "", f"Target: {escape(', '.join(target_words(data)))}", ""]
     for section in summary.sections:
         table = section_table(section)
         lines += [f"## {escape(section.prompt_set.label)}: {escape(section.way.text)}", ""]
         about = f"{section.prompt_set.description}: " if section.prompt_set.description else ""
-        lines += [escape(f"{about}{section.size}. Engine: {engines(section)}."), ""]
+        lines += [escape(f"{about}{section.about}. Engine: {engines(section)}."), ""]
         lines += ["| | " + " | ".join(map(escape, table.columns)) + " |", "|---|" + "---:|" * len(table.columns)]
         lines += [f"| {escape(row.label)} | " + " | ".join(map(escape, row.cells)) + " |" for row in table.rows]
         said = [comparison_text(comparison) for comparison in section.comparisons] + [found.text for found in section.left_out]
@@ -113,7 +112,7 @@ def print_tables(summary: Summary, notes: Sequence[str]) -> None:
     console = Console()
     for section in summary.sections:
         found = section_table(section)
-        title = Text(f"{section.prompt_set.label} ({section.size}): {section.way.text}")
+        title = Text(f"{section.prompt_set.label} ({section.about}): {section.way.text}")
         table = Table(title=title, title_justify="left", caption=Text(engines(section)), caption_justify="left")
         table.add_column("")
         for column in found.columns:

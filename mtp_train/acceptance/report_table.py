@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from mtp_train.acceptance.report_data import ReportData
 from mtp_train.acceptance.report_pairs import MIN_PROMPTS
 from mtp_train.acceptance.report_summary import Figures, Section, interval_text
 
@@ -50,6 +51,12 @@ def section_table(section: Section) -> Table:
 def _distinct(names: list[str]) -> list[str]:
     """Names with a number behind those that came before."""
     return [name if name not in names[:index] else f"{name} ({names[:index].count(name) + 1})" for index, name in enumerate(names)]
+
+
+def target_words(data: ReportData) -> list[str]:
+    """What is known of the target. Its dtype is that of its files: what it ran in stands with each engine."""
+    names = {"name": "", "dtype": "stored as "}
+    return [f"{names.get(key, f'{key} ')}{value}" for key, value in data.target.items()]
 
 
 def engines(section: Section) -> str:

@@ -105,7 +105,7 @@ def make_report() -> ReportData:
     )
     return ReportData(
         title="Acceptance of two heads for SmolLM2-135M-Instruct",
-        target={"name": "SmolLM2-135M-Instruct", "layers": 30, "hidden": 576},
+        target={"name": "SmolLM2-135M-Instruct", "layers": 30, "hidden": 576, "dtype": "float16"},
         heads=heads,
         prompt_sets=sets,
         measurements=tuple(measurements),

@@ -102,6 +102,7 @@ def test_page_marks_exactly_the_accepted_tokens(written: tuple[Path, str], repor
 def test_page_says_how_it_was_measured(written: tuple[Path, str]) -> None:
     text = " ".join("".join(parsed(written[1]).text).split())
     for said in (
+        "SmolLM2-135M-Instruct · layers 30 · hidden 576 · stored as float16",
         "chain, K = 5, greedy decoding (temperature 0), drafts greedy",
         "sampled at temperature 1",
         "transformers 5.19.0",
