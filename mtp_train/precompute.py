@@ -58,9 +58,12 @@ def _engine(cfg: DictConfig, target: OpenTarget) -> Engine:
 
 
 def _check_begun(cfg: DictConfig) -> None:
-    """ValueError where a cache is there that was begun with other settings, as far as they are known before the target is opened."""
+    """ValueError for an unknown codec, and where a cache is there that was begun with other settings, as far as they are known before
+    the target is opened."""
+    from mtp_train.cache.codec import codec_for
     from mtp_train.cache.format import PLAN, CacheIdentity, check_fields
 
+    codec_for(cfg.codec)
     path = Path(cfg.out) / PLAN
     if not path.is_file():
         return

@@ -53,7 +53,8 @@ def main(cfg: DictConfig) -> None:
         barrier()  # every process has read what is there before the first one writes
         record(run, stage_name="regenerate")  # only now: another run's folder has been refused
         wanted = {answer_id(prompt.prompt_id, number) for prompt in mine for number in range(cfg.num_answers)}
-        log(f"{len(done)} of {len(wanted)} answers are there already" if done else f"{len(wanted)} answers to write")
+        share = f" (this process's; {world_size()} share {len(prompts) * cfg.num_answers})" if world_size() > 1 else ""
+        log((f"{len(done)} of {len(wanted)} answers are there already" if done else f"{len(wanted)} answers to write") + share)
         num_tokens = 0
         with progress(desc="regenerate", unit="answer", total=len(wanted), initial=len(done)) as bar:
             for response in answer(

@@ -90,6 +90,7 @@ def _refusal(name: str, error: Exception, kinds: Mapping[str, Any]) -> str:
         known = dict(leaves(_defaults(name))).keys() | {
             f"{path.parent.name}.{own}" for path in conf_dir().glob("*/*.yaml") for own in map(str, OmegaConf.load(path))
         }
+        known |= {group for group in _groups(name) if "@" not in group}
         hint = no_run_hint(key, known) or group_hint(name, key) or nearest(key, sorted(known))
         return f"{key}: expected a setting of {name}, found none of that name; {hint}python -m mtp_train.{name} --help lists them"
     hint = "".join(nearest(word, known_words(group)) for group, word in re.findall(r"Could not find '(\w+)/([^']+)'", said))
@@ -125,14 +126,21 @@ def _defaults(name: str) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     found: Any = OmegaConf.to_container(OmegaConf.load(conf_dir() / f"{name}.yaml"), resolve=False)
-    groups = [key for entry in found.pop("defaults") if isinstance(entry, dict) for key in entry if not key.startswith("override ")]
-    del found["hydra"]
-    for group in groups:
+    del found["defaults"], found["hydra"]
+    for group in _groups(name):
         node = found
         for part in (group.partition("@")[2] or group).split("."):
             node = node.setdefault(part, {})
     assert isinstance(found, dict)
     return found
+
+
+def _groups(name: str) -> list[str]:
+    """The groups that ``conf/<name>.yaml`` chooses from, as it spells them: ``head``, ``benchmark@prompt_sets.project``."""
+    from omegaconf import OmegaConf
+
+    entries: Any = OmegaConf.to_container(OmegaConf.load(conf_dir() / f"{name}.yaml").defaults, resolve=False)
+    return [key for entry in entries if isinstance(entry, dict) for key in entry if not key.startswith("override ")]
 
 
 def plain(node: Any) -> Any:

@@ -188,6 +188,7 @@ REFUSED = {
         "nope=1": "nope: expected a setting of regenerate, found none of that name",
         "sampling.tempreature=1": "did you mean sampling.temperature",
         "engine.bacht_size=3": "did you mean engine.batch_size",
+        "promt=file": "did you mean prompt or ",
         "engine=nope": "Could not find 'engine/nope'",
         "engine=serv": "did you mean server? ",
         "--num_answers=3": "settings are key=value: expected num_answers=3, found --num_answers=3;",

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,12 @@ def estimate_from_answers(
     return Measurement(head=head, prompt_set=prompt_set, acceptance=acceptance, plain=None, identity=None)
 
 
+@cache
+def _say_chosen_by_rule(word: str) -> None:
+    """Once, however many ways of one run ask for drawn drafts."""
+    log(f"decoding={word}: drafts are chosen by a rule here: draft_sampling is greedy (q one-hot), not probabilistic")
+
+
 def speculate_settings(
     *, decoding: Decoding, way: dict[str, Any], max_new_tokens: int, seed: int, batch_size: int, draws: bool
 ) -> SpeculateSettings:
@@ -198,7 +205,7 @@ def speculate_settings(
     drafts), drawn ones are not asked for, and the log says so."""
     draft_sampling = way["draft_sampling"]
     if draft_sampling == "probabilistic" and not draws:
-        log(f"decoding={decoding.word}: drafts are chosen by a rule here: draft_sampling is greedy (q one-hot), not probabilistic")
+        _say_chosen_by_rule(decoding.word)
         draft_sampling = "greedy"
     return SpeculateSettings(
         decoding=decoding,
