@@ -9,12 +9,8 @@
 # that stage, all others to every stage. With engine=vllm, vLLM answers, prefills and speculates, and each head is also
 # exported for it.
 set -euo pipefail
-case " $* " in
-    *" -h "* | *" --help "*)
-        sed -n '2,/^set/{/^#SBATCH/d;/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
-        exit 0
-        ;;
-esac
+# shellcheck source=/dev/null
+. "$(dirname "${BASH_SOURCE[0]}")/../tools/help.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 engine=hf

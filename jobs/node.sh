@@ -5,12 +5,8 @@
 # training runs one process per GPU under torchrun. What is done is not done again: killed at any moment, the same call goes
 # on. Settings given here go to every stage; STAGES=train (or several) runs those alone, PROCESSES sets how many train.
 set -euo pipefail
-case " $* " in
-    *" -h "* | *" --help "*)
-        sed -n '2,/^set/{/^#SBATCH/d;/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
-        exit 0
-        ;;
-esac
+# shellcheck source=/dev/null
+. "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}/tools/help.sh"
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}"
 
 bin=${VENV:-${VIRTUAL_ENV:-.venv}}/bin

@@ -12,12 +12,8 @@
 # The report is written to <run>/report, what an engine loads to <run>/served. What is measured is not measured again: requeued, it
 # goes on. STAGES=evaluate (or export) runs one of the two.
 set -euo pipefail
-case " $* " in
-    *" -h "* | *" --help "*)
-        sed -n '2,/^set/{/^#SBATCH/d;/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
-        exit 0
-        ;;
-esac
+# shellcheck source=/dev/null
+. "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}/tools/help.sh"
 cd "${SLURM_SUBMIT_DIR:?this is a SLURM job: sbatch jobs/slurm_evaluate.sh ...}"
 
 bin=${VENV:-${VIRTUAL_ENV:-.venv}}/bin

@@ -15,12 +15,8 @@
 # while others run. They need not run at the same time, nor all of them. A task that dies, or is requeued, makes only what is missing
 # then; what it was at is taken over by the others after silence_s seconds.
 set -euo pipefail
-case " $* " in
-    *" -h "* | *" --help "*)
-        sed -n '2,/^set/{/^#SBATCH/d;/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
-        exit 0
-        ;;
-esac
+# shellcheck source=/dev/null
+. "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}/tools/help.sh"
 cd "${SLURM_SUBMIT_DIR:?this is a SLURM job: sbatch jobs/slurm_precompute.sh ...}"
 
 bin=${VENV:-${VIRTUAL_ENV:-.venv}}/bin

@@ -15,12 +15,8 @@
 # with 75 ("try again"), on which this job goes back into the queue; the next turn continues bit for bit. A job that is killed
 # without a word, or loses a node, is requeued by SLURM itself and continues from the last state saved (checkpoint.every).
 set -euo pipefail
-case " $* " in
-    *" -h "* | *" --help "*)
-        sed -n '2,/^set/{/^#SBATCH/d;/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
-        exit 0
-        ;;
-esac
+# shellcheck source=/dev/null
+. "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}/tools/help.sh"
 cd "${SLURM_SUBMIT_DIR:?this is a SLURM job: sbatch jobs/slurm_train.sh ...}"
 
 bin=${VENV:-${VIRTUAL_ENV:-.venv}}/bin

@@ -6,12 +6,8 @@
 # train on the first ones, the engine has the others. Settings of one stage only are given in PRECOMPUTE and TRAIN, the rest goes to both.
 # Killed at any moment, on either side, the same call goes on; a precompute that ends before the training is started again.
 set -euo pipefail
-case " $* " in
-    *" -h "* | *" --help "*)
-        sed -n '2,/^set/{/^#SBATCH/d;/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
-        exit 0
-        ;;
-esac
+# shellcheck source=/dev/null
+. "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}/tools/help.sh"
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}"
 
 bin=${VENV:-${VIRTUAL_ENV:-.venv}}/bin

@@ -6,6 +6,8 @@
 # The environment is $VENV, else the active one ($VIRTUAL_ENV), else .venv. A second call does nothing; an interrupted
 # one is continued by calling it again. PYTHON names the interpreter to build on (default: python3.11).
 set -euo pipefail
+# shellcheck source=/dev/null
+. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 say() { printf '[setup] %s\n' "$*" >&2; }
@@ -18,10 +20,6 @@ engine=no
 for word in "$@"; do
     case "$word" in
         --engine) engine=yes ;;
-        -h | --help)
-            sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "tools/setup.sh"
-            exit 0
-            ;;
         *) fail "expected no word or --engine, found '$word'; see tools/setup.sh --help" ;;
     esac
 done
