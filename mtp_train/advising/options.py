@@ -170,23 +170,34 @@ def _options(family: Family, by_temperature: Mapping[float, Figures], workload: 
     return options
 
 
+class _Best(NamedTuple):
+    """A draft length at some number of sequences. ``share``: the throughput of plain decoding there, of its own best (1 where the
+    number of sequences is given)."""
+
+    item: Expected
+    batch_size: int
+    share: float
+
+    @property
+    def gain(self) -> float:
+        """Over plain decoding at the number of sequences that is best for it."""
+        return self.item.speedup.value * self.share
+
+
 def _at_best(
     family: Family, by_temperature: Mapping[float, Figures], around: tuple[float, ...], workload: Workload, table: CostTable
 ) -> list[Option]:
     """Every draft length, at the number of sequences that is best for it."""
     measured = tuple(by_temperature[temperature] for temperature in around)
     at = _batch_sizes(table, workload)
-    best: dict[int, tuple[Expected, int, float]] = {}
+    best: dict[int, _Best] = {}
     plain = max(batch / table.verify_s(batch, 1) for batch in at)
     for batch in at:
-        share = batch / table.verify_s(batch, 1) / plain  # 1 where the number of sequences is given
+        share = batch / table.verify_s(batch, 1) / plain
         for item in _between(measured, around, workload, table, batch):
-            gain = item.speedup.value * share
-            if (
-                item.num_speculative_tokens not in best
-                or gain > best[item.num_speculative_tokens][0].speedup.value * best[item.num_speculative_tokens][2]
-            ):
-                best[item.num_speculative_tokens] = (item, batch, share)
+            k, found = item.num_speculative_tokens, _Best(item, batch, share)
+            if k not in best or found.gain > best[k].gain:
+                best[k] = found
     return [
         Option(
             family=family,
