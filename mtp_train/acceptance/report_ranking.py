@@ -13,12 +13,12 @@ def rankings(summary: Summary) -> list[Rows]:
     speed-up, and by acceptance length where no speed was measured or two are equal."""
     grouped: dict[tuple[str, str, float], list[tuple[Section, Figures]]] = {}
     for section in summary.sections:
-        key = section.prompt_set.label, section.size, section.way.temperature
+        key = section.prompt_set.label, section.about, section.way.temperature
         grouped.setdefault(key, []).extend((section, figures) for figures in section.measured)
     titles = Counter((label, temperature) for label, _, temperature in grouped)
     return [
-        _ranking(f"{label} ({size})" if titles[label, temperature] > 1 else label, temperature, found)
-        for (label, size, temperature), found in grouped.items()
+        _ranking(f"{label} ({about})" if titles[label, temperature] > 1 or found[0][0].few else label, temperature, found)
+        for (label, about, temperature), found in grouped.items()
         if len(found) > 1
     ]
 

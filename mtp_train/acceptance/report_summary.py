@@ -90,10 +90,14 @@ class Section:
         )
 
     @property
+    def few(self) -> bool:
+        """Whether there are too few prompts to establish anything."""
+        return self.num_prompts < MIN_PROMPTS
+
+    @property
     def about(self) -> str:
         """The size, and with too few prompts what that means for each interval of the table."""
-        few = self.num_prompts < MIN_PROMPTS
-        return self.size + (f"; over fewer than {MIN_PROMPTS} prompts no interval establishes anything" if few else "")
+        return self.size + (f"; over fewer than {MIN_PROMPTS} prompts no interval establishes anything" if self.few else "")
 
     def estimate_of(self, head: str) -> Figures | None:
         return next((figures for figures in self.estimates if figures.head == head), None)

@@ -101,5 +101,7 @@ def test_few_prompts_establish_nothing(report_data: ReportData, tmp_path: Path) 
         assert comparison_text(comparison).count(state) == 2
         page = write_report(data, tmp_path).read_text(encoding="utf-8")
         assert ('<li class="good">mtp less eagle' in page) == (prompts == 40)
+        (ranking,) = rankings(summarise(data))
+        assert ("establishes anything" in ranking.title) == (prompts == 9)
         for text in (page, (tmp_path / "report.md").read_text(encoding="utf-8")):
             assert ("; over fewer than 10 prompts no interval establishes anything" in text) == (prompts == 9)
