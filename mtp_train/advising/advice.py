@@ -10,9 +10,10 @@ from mtp_train.acceptance.costs import CostTable
 from mtp_train.acceptance.expected import FasterRange, best_of
 from mtp_train.acceptance.interval import Interval
 from mtp_train.acceptance.report_costs import Rows, verify_text
+from mtp_train.acceptance.report_pairs import MIN_PROMPTS
 from mtp_train.acceptance.report_summary import interval_text
 from mtp_train.advising.flags import Flags
-from mtp_train.advising.options import CHAINS, Found, Option, faster_ranges_of, lengths_at, prompts_of
+from mtp_train.advising.options import CHAINS, Found, Option, faster_ranges_of, lengths_at
 from mtp_train.advising.workload import Workload
 
 # Of a plain pass' time: less than this for more tokens is no rounding of a clock.
@@ -114,19 +115,20 @@ def _reasons(found: Found, workload: Workload, recommended: Option | None, best:
     """What the choice follows from."""
     said = []
     shown = best or found.options[0]
-    num_prompts = min(len(prompts) for prompts in prompts_of(shown, workload))
     gain, at = shown.speedup.value, lengths_at(shown, workload, shown.batch_size)
     same = next(item for item in at if item.num_speculative_tokens == shown.num_speculative_tokens)
     over = "" if workload.goal == "latency" else " plain decoding at the number of sequences that is best for it"
     said.append(
-        f"{shown.text}: a pass of the target gives {interval_text(shown.tokens)} tokens (over {num_prompts} prompts of the workload's "
-        f"kind, counted by {_engines(shown)}), and a step costs {same.tokens.value / same.speedup.value:.2f} plain passes with "
+        f"{shown.text}: a pass of the target gives {interval_text(shown.tokens)} tokens (over {shown.num_prompts} prompts of the "
+        f"workload's kind, counted by {_engines(shown)}), and a step costs {same.tokens.value / same.speedup.value:.2f} plain passes with "
         f"{_sequences(shown.batch_size)} ({shown.table.label}): {interval_text(shown.speedup)}×{over}."
     )
     if best is None:
         said.append(f"{workload.serve} serves none of what was measured.")
     elif recommended is None:
         state = "is below 1: it would be slower" if gain <= 1 else "has an interval that reaches 1 or is none: faster is not established"
+        if gain > 1 and best.num_prompts < MIN_PROMPTS:
+            state = f"rests on {best.num_prompts} prompts, of {MIN_PROMPTS} at least: faster is not established"
         said.append(f"The best that {workload.serve} serves {state}; decode plainly.")
     if (first := next((option for option in found.options if option.served), None)) is not None and first is not shown:
         said.append(
@@ -235,6 +237,7 @@ def _option_json(option: Option) -> dict[str, Any]:
         "tokens_per_pass": _interval(option.tokens),
         "speedup": _interval(option.speedup),
         "sequences": option.batch_size,
+        "num_prompts": option.num_prompts,
         "served": option.served,
         "established": option.is_established,
         "costs": option.table.label,

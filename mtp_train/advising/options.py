@@ -10,11 +10,11 @@ from mtp_train.acceptance.costs import CostTable, NotTimed, Shape
 from mtp_train.acceptance.expected import Expected, FasterRange, expected_lengths, faster_range
 from mtp_train.acceptance.interval import Interval
 from mtp_train.acceptance.report_data import ReportData
+from mtp_train.acceptance.report_pairs import MIN_PROMPTS
 from mtp_train.acceptance.report_summary import Figures, summarise
 from mtp_train.acceptance.report_way import NO_HEAD
 from mtp_train.advising.missing import costs_command_like, evaluate_command
 from mtp_train.advising.workload import Serve, Workload
-from mtp_train.records import PromptAcceptance
 
 # What each engine can be told to do; SGLang's trees are EAGLE-2's.
 _SERVES: Mapping[Serve, tuple[str, ...]] = {
@@ -37,6 +37,10 @@ class Family(NamedTuple):
     drafted: str
     draft_sampling: str
 
+    @property
+    def text(self) -> str:
+        return f"{self.head}, {self.drafted}, {self.draft_sampling} drafts ({self.run})"
+
     def is_served(self, engine: Serve) -> bool:
         """Whether the engine drafts so. vLLM takes each Medusa head's argmax; SGLang knows no such heads, and judges drafts as chosen
         by a rule."""
@@ -51,7 +55,7 @@ class Family(NamedTuple):
 class Option:
     """A family cut at a draft length. ``measured`` are what it was counted on, one measurement or the two around the workload's
     temperature; ``batch_size`` the sequences at which ``speedup`` (over plain decoding, at its own best number of sequences
-    where throughput is the goal) is expected."""
+    where throughput is the goal) is expected, over ``num_prompts`` of the workload's kind."""
 
     family: Family
     num_speculative_tokens: int
@@ -59,14 +63,15 @@ class Option:
     tokens: Interval
     speedup: Interval
     batch_size: int
+    num_prompts: int
     served: bool
     measured: tuple[Figures, ...] = field(repr=False)
     table: CostTable = field(repr=False)
 
     @property
     def is_established(self) -> bool:
-        """Whether it is expected to be faster with its whole interval."""
-        return self.speedup.low is not None and self.speedup.low > 1
+        """Whether it is expected to be faster with its whole interval, over prompts enough to say so."""
+        return self.num_prompts >= MIN_PROMPTS and self.speedup.low is not None and self.speedup.low > 1
 
     @property
     def text(self) -> str:
@@ -79,10 +84,11 @@ class Option:
 
 
 class Found(NamedTuple):
-    """All options, the fastest first, and why each family that is none of them is not."""
+    """All options, the fastest first, why each family that is none of them is not, and whether any that was measured drafts trees."""
 
     options: list[Option]
     left_out: list[str]
+    has_trees: bool
 
 
 def find_options(reports: Mapping[str, ReportData], workload: Workload, *, table_of: TableOf) -> Found:
@@ -91,19 +97,19 @@ def find_options(reports: Mapping[str, ReportData], workload: Workload, *, table
     Errors: ValueError where nothing that was measured fits the workload; it says of each all that it lacks.
     """
     options: list[Option] = []
-    left_out: list[str] = []
-    families = _families(reports, workload)
-    _check_same_prompts(families, workload)
+    measured = _families(reports, workload)
+    families, left_out = _on_the_same(measured, workload)
     for family, by_temperature in families.items():
         try:
             options += _options(family, by_temperature, workload, table_of=table_of)
         except ValueError as fault:
-            left_out.append(f"{family.head}, {family.drafted}, {family.draft_sampling} drafts ({family.run}): {fault}")
+            left_out.append(f"{family.text}: {fault}")
     if not options:
         raise ValueError(
             "runs: expected something measured that fits the workload, found nothing:\n" + "\n".join(f"  {text}" for text in left_out)
         )
-    return Found(sorted(options, key=lambda option: -option.speedup.value), left_out)
+    has_trees = any(family.decoding not in CHAINS for family in measured)
+    return Found(sorted(options, key=lambda option: -option.speedup.value), left_out, has_trees)
 
 
 def _families(reports: Mapping[str, ReportData], workload: Workload) -> dict[Family, dict[float, Figures]]:
@@ -133,21 +139,36 @@ def _families(reports: Mapping[str, ReportData], workload: Workload) -> dict[Fam
     return found
 
 
-def _check_same_prompts(families: Mapping[Family, Mapping[float, Figures]], workload: Workload) -> None:
-    """ValueError where two runs measured other prompts of the workload's kind: the one with the easier ones would win."""
-    seen: tuple[str, set[tuple[str, int]]] | None = None
+def _on_the_same(
+    families: Mapping[Family, Mapping[float, Figures]], workload: Workload
+) -> tuple[dict[Family, dict[float, Figures]], list[str]]:
+    """Of each run what was measured on the most prompts of the workload's kind, and a sentence for all else: the one with the easier
+    prompts would win. ValueError where two runs measured other ones."""
+    most: dict[str, frozenset[tuple[str, int]]] = {}
     for family, by_temperature in families.items():
         for figures in by_temperature.values():
-            prompts = figures.measurement.acceptance.prompts
-            here = {(prompt.prompt_id, prompt.num_prompt_tokens) for prompt in prompts if workload.fits(prompt)}
-            if seen is None:
-                seen = family.run, here
-            elif family.run != seen[0] and here != seen[1]:
-                raise ValueError(
-                    f"runs: expected heads measured on the same prompts, found {len(seen[1])} of the workload's kind in {seen[0]} and "
-                    f"{len(here)} in {family.run}, {len(seen[1] ^ here)} of them in one only; name a prompt set that both measured "
-                    "(workload.prompt_set=), or evaluate both on the same"
+            here = workload.among(figures.measurement.acceptance.prompts)
+            most[family.run] = max(most.get(family.run, here), here, key=len)
+    (first, expected), *others = most.items()
+    for run, here in others:
+        if here != expected:
+            raise ValueError(
+                f"runs: expected heads measured on the same prompts, found {len(expected)} of the workload's kind in {first} and "
+                f"{len(here)} in {run}, {len(expected ^ here)} of them in one only; name a prompt set that both measured "
+                "(workload.prompt_set=), or evaluate both on the same"
+            )
+    kept: dict[Family, dict[float, Figures]] = {}
+    left_out = []
+    for family, by_temperature in families.items():
+        for temperature, figures in by_temperature.items():
+            if (here := workload.among(figures.measurement.acceptance.prompts)) == expected:
+                kept.setdefault(family, {})[temperature] = figures
+            else:
+                left_out.append(
+                    f"{family.text} at temperature {temperature:g}: measured on {len(here)} prompts of the workload's kind, where others "
+                    f"were on {len(expected)}; evaluate it on the same"
                 )
+    return kept, left_out
 
 
 def _options(family: Family, by_temperature: Mapping[float, Figures], workload: Workload, *, table_of: TableOf) -> list[Option]:
@@ -189,6 +210,7 @@ def _at_best(
 ) -> list[Option]:
     """Every draft length, at the number of sequences that is best for it."""
     measured = tuple(by_temperature[temperature] for temperature in around)
+    num_prompts = min(len(workload.of(figures.measurement.acceptance.prompts)) for figures in measured)
     at = _batch_sizes(table, workload)
     best: dict[int, _Best] = {}
     plain = max(batch / table.verify_s(batch, 1) for batch in at)
@@ -206,6 +228,7 @@ def _at_best(
             tokens=item.tokens,
             speedup=Interval(*(None if value is None else value * share for value in item.speedup)),  # type: ignore[arg-type]
             batch_size=batch,
+            num_prompts=num_prompts,
             served=family.is_served(workload.serve),
             measured=measured,
             table=table,
@@ -224,14 +247,12 @@ def _around(temperatures: Sequence[float], wanted: float) -> tuple[float, ...]:
 
 def _temperature_lack(family: Family, by_temperature: Mapping[float, Figures], wanted: float) -> str:
     said = ", ".join(f"{t:g}" for t in sorted(by_temperature))
-    engine = next(iter(by_temperature.values())).measurement.acceptance.measured_by
-    settings = [] if engine == "hf" else [f"engine={engine}"]
-    settings += [] if family.decoding == "chain" else [f"decoding={family.decoding}"]
-    settings += [] if family.decoding in NO_HEAD else [f"name={family.head}"]
-    settings += [f"ways.sampled.temperature={wanted:g}", f"ways.sampled.draft_sampling={family.draft_sampling}"]
+    like = next(iter(by_temperature.values())).measurement
+    head = None if family.decoding in NO_HEAD else family.head
+    command = evaluate_command(family.run, like, head=head, temperature=wanted, draft_sampling=family.draft_sampling)
     return (
-        f"measured at temperature {said}, which does not reach {wanted:g}; run {evaluate_command(family.run, settings=settings)} with the "
-        "target's settings and those it was measured with, or with failure_mode=[project], up to 1.5"
+        f"measured at temperature {said}, which does not reach {wanted:g}; run {command} with the target's settings and the experiment's, "
+        f"where it was one, or with failure_mode=[{like.prompt_set}], up to 1.5"
     )
 
 
@@ -272,11 +293,6 @@ def _mixed(first: Interval, second: Interval, part: float) -> Interval:
         None if None in lows else min(low for low in lows if low is not None),
         None if None in highs else max(high for high in highs if high is not None),
     )
-
-
-def prompts_of(option: Option, workload: Workload) -> list[list[PromptAcceptance]]:
-    """The workload's prompts in each measurement that an option stands on."""
-    return [workload.of(figures.measurement.acceptance.prompts) for figures in option.measured]
 
 
 def faster_ranges_of(option: Option, workload: Workload) -> tuple[FasterRange | None, FasterRange | None]:

@@ -9,7 +9,7 @@ from mtp_train.acceptance.report_costs import Rows, rows_markdown
 from mtp_train.acceptance.report_markdown import escape
 from mtp_train.acceptance.report_summary import interval_text
 from mtp_train.advising.advice import Advice
-from mtp_train.advising.options import CHAINS, Option
+from mtp_train.advising.options import CHAINS, Found, Option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,7 +52,7 @@ def markdown(advice: Advice) -> str:
         lines += [f"{engine}:", "", *(["```bash", command, "```"] if command else []), *(f"- {escape(note)}" for note in notes), ""]
     lines += ["## Whether to draft", "", _DRAFT, "", *rows_markdown(options_table(advice), escape), ""]
     lines += ["## How long a draft", "", _LENGTH, "", escape(advice.by_length.title), "", *rows_markdown(advice.by_length, escape), ""]
-    lines += ["## A tree or a chain", "", _TREE, "", *_shapes(advice.found.options), ""]
+    lines += ["## A tree or a chain", "", _TREE, "", *_shapes(advice.found), ""]
     lines += ["## Temperature", "", _TEMPERATURE, "", *_samplings(advice.found.options), ""]
     lines += ["## When to fall back", "", _FALL_BACK, "", escape(advice.by_batch.title), "", *rows_markdown(advice.by_batch, escape), ""]
     if advice.found.left_out:
@@ -73,21 +73,24 @@ def options_table(advice: Advice, *, most: int = 12) -> Rows:
     rows = []
     for option in [found for number, found in enumerate(advice.found.options) if number < most or found is advice.recommended]:
         mark = "recommended" if option is advice.recommended else "" if option.served else f"not in {advice.workload.serve}"
-        rows.append([option.text, interval_text(option.tokens), f"{interval_text(option.speedup)}×", str(option.batch_size), mark])
-    rows.append(["plain decoding", "1", "1×", "", "recommended" if advice.recommended is None else ""])
-    return Rows("Options, the fastest first", ["option", "tokens per pass", "expected speed-up", "sequences", ""], rows)
+        worth = [interval_text(option.tokens), f"{interval_text(option.speedup)}×"]
+        rows.append([option.text, *worth, str(option.batch_size), str(option.num_prompts), mark])
+    rows.append(["plain decoding", "1", "1×", "", "", "recommended" if advice.recommended is None else ""])
+    return Rows("Options, the fastest first", ["option", "tokens per pass", "expected speed-up", "sequences", "prompts", ""], rows)
 
 
-def _shapes(options: Sequence[Option]) -> list[str]:
+def _shapes(found: Found) -> list[str]:
     """The best chain and the best tree of each head."""
-    said = []
+    said, options = [], found.options
     for head in dict.fromkeys(option.family.head for option in options):
         best: dict[str, Option] = {}
         for option in options:
             if option.family.head == head:
                 best.setdefault("chain" if option.family.decoding in CHAINS else "tree", option)
         said += [f"- {escape(option.text)}: {escape(interval_text(option.speedup))}×" for option in best.values()]
-    if all(option.family.decoding in CHAINS for option in options):
+    if found.has_trees and all(option.family.decoding in CHAINS for option in options):
+        said.append("- A tree was measured and is left out, for the reason below.")
+    if not found.has_trees:
         said.append("- No tree was measured: evaluate with decoding=dynamic\\_tree, which stands beside the chains.")
     return said
 

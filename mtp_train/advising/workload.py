@@ -52,6 +52,10 @@ class Workload:
             and (longest is None or prompt.num_prompt_tokens <= longest)
         )
 
+    def among(self, prompts: Sequence[PromptAcceptance]) -> frozenset[tuple[str, int]]:
+        """Those of the workload's kind: their ids and lengths."""
+        return frozenset((prompt.prompt_id, prompt.num_prompt_tokens) for prompt in prompts if self.fits(prompt))
+
     def of(self, prompts: Sequence[PromptAcceptance]) -> list[PromptAcceptance]:
         """Those of the workload's kind. ValueError where there is none, or none that was drafted for, with what there is."""
         found = [prompt for prompt in prompts if self.fits(prompt)]

@@ -61,9 +61,10 @@ def test_times_that_cannot_be_are_named(ask: Make, acceptance: Make, table: Make
 
 
 def test_the_fastest_that_is_established_is_recommended(ask: Make, acceptance: Make) -> None:
-    """One head looks faster over a single prompt, which establishes nothing."""
-    sure, lucky = acceptance(0.5), acceptance(0.9)
-    advice = ask(sure, dataclasses.replace(lucky, prompts=lucky.prompts[:1]), heads=("sure", "lucky"))
+    """One head looks faster for a few prompts' sake, which establishes nothing."""
+    sure, lucky = acceptance(0.15), acceptance(0.99)
+    few = [p if n < 5 else dataclasses.replace(p, num_accepted_per_position=(0,) * 4) for n, p in enumerate(lucky.prompts)]
+    advice = ask(sure, dataclasses.replace(lucky, prompts=tuple(few)), heads=("sure", "lucky"))
     assert advice.found.options[0].family.head == "lucky"
     assert advice.recommended is not None and advice.recommended.family.head == "sure"
     assert any(reason.startswith("lucky, chain") and "is not established" in reason for reason in advice.reasons)
@@ -81,10 +82,12 @@ def test_a_step_s_cost_is_that_of_its_own_number_of_sequences(ask: Make, accepta
 
 def test_what_is_not_established_is_not_recommended(ask: Make, acceptance: Make) -> None:
     found = acceptance(0.8)
-    few = dataclasses.replace(found, prompts=found.prompts[:1])
-    advice = ask(few)
-    assert advice.best is not None and advice.best.speedup.value > 1 and advice.recommended is None
-    assert any("faster is not established" in reason for reason in advice.reasons)
+    for count in (1, 9, 10):
+        advice = ask(dataclasses.replace(found, prompts=found.prompts[:count]))
+        assert advice.best is not None and advice.best.speedup.value > 1 and (advice.recommended is None) == (count < 10)
+        assert any(f"rests on {count} prompts, of 10 at least: faster is not established" in said for said in advice.reasons) == (
+            count < 10
+        )
 
 
 def test_the_better_head_is_chosen_and_reasons_say_from_what(ask: Make, acceptance: Make) -> None:

@@ -105,7 +105,11 @@ def test_what_is_missing_is_said_for_each(acceptance: Make, report: Make, table:
         find_options({"run": report(acceptance(0.5))}, workload(), table_of=nothing)
     with pytest.raises(ValueError, match=r"does not reach 0.7; run .*; and no costs here") as told:  # all of it, at the first try
         find_options({"a run": report(acceptance(0.5))}, workload(temperature=0.7), table_of=nothing)
-    command = "python -m mtp_train.evaluate 'run=a run' name=mtp ways.sampled.temperature=0.7 ways.sampled.draft_sampling=greedy with"
+    way = "{temperature: 0.7, top_p: 1.0, draft_sampling: greedy, prompt_sets: [project], plain: false, estimate: false}"
+    command = (
+        "python -m mtp_train.evaluate 'run=a run' decoding.num_speculative_tokens=4 name=mtp "
+        f"'+ways.t0_7_greedy={way}' 'ways.greedy.prompt_sets=[]' 'ways.sampled.prompt_sets=[]' identity.num_prompts=0 with the target's"
+    )
     assert command in str(told.value)
     with pytest.raises(ValueError, match="expected batch sizes from 1 to 16, which were timed, found 24; measure more of them") as told:
         find({"a run": report(acceptance(0.5))}, workload(concurrency=24), table())
@@ -142,6 +146,12 @@ def test_runs_on_other_prompts_are_no_competition(acceptance: Make, report: Make
         find({"hard": report(hard), "easy": report(few)}, workload(), table())
     found = find({"hard": report(hard), "easy": report(few)}, workload(max_prompt_tokens=200), table())
     assert {option.family.run for option in found.options} == {"hard", "easy"}, "of the workload's kind they are the same"
+    found = find({"run": report(hard, few, heads=("hard", "easy"))}, workload(), table())
+    assert {option.family.head for option in found.options} == {"hard"}
+    assert found.left_out == [
+        "easy, chain, K = 4, greedy drafts (run) at temperature 0: measured on 30 prompts of the workload's kind, where others were on 40; "
+        "evaluate it on the same"
+    ]
 
 
 def test_what_an_engine_does_not_draft_so_is_not_served_there(acceptance: Make, report: Make, table: Make, workload: Make) -> None:
