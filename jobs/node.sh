@@ -5,9 +5,12 @@
 # training runs one process per GPU under torchrun. What is done is not done again: killed at any moment, the same call goes
 # on. Settings given here go to every stage; STAGES=train (or several) runs those alone, PROCESSES sets how many train.
 set -euo pipefail
+top=$(dirname "${BASH_SOURCE[0]}")/..
+# SLURM runs a copy that lies elsewhere.
+[ -f "$top/tools/help.sh" ] || top=${SLURM_SUBMIT_DIR:?expected tools/help.sh beside jobs/, found none: call jobs/node.sh where it lies}
 # shellcheck source=/dev/null
-. "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}/tools/help.sh"
-cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}"
+. "$top/tools/help.sh"
+cd "$top"
 
 bin=${VENV:-${VIRTUAL_ENV:-.venv}}/bin
 stages=${STAGES:-regenerate precompute train evaluate export}

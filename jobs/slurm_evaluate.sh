@@ -12,8 +12,11 @@
 # The report is written to <run>/report, what an engine loads to <run>/served. What is measured is not measured again: requeued, it
 # goes on. STAGES=evaluate (or export) runs one of the two.
 set -euo pipefail
+top=$(dirname "${BASH_SOURCE[0]}")/..
+# SLURM runs a copy that lies elsewhere.
+[ -f "$top/tools/help.sh" ] || top=${SLURM_SUBMIT_DIR:?this is a SLURM job: sbatch jobs/slurm_evaluate.sh ...}
 # shellcheck source=/dev/null
-. "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}/tools/help.sh"
+. "$top/tools/help.sh"
 cd "${SLURM_SUBMIT_DIR:?this is a SLURM job: sbatch jobs/slurm_evaluate.sh ...}"
 
 bin=${VENV:-${VIRTUAL_ENV:-.venv}}/bin

@@ -15,8 +15,11 @@
 # while others run. They need not run at the same time, nor all of them. A task that dies, or is requeued, makes only what is missing
 # then; what it was at is taken over by the others after silence_s seconds.
 set -euo pipefail
+top=$(dirname "${BASH_SOURCE[0]}")/..
+# SLURM runs a copy that lies elsewhere.
+[ -f "$top/tools/help.sh" ] || top=${SLURM_SUBMIT_DIR:?this is a SLURM job: sbatch jobs/slurm_precompute.sh ...}
 # shellcheck source=/dev/null
-. "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}/tools/help.sh"
+. "$top/tools/help.sh"
 cd "${SLURM_SUBMIT_DIR:?this is a SLURM job: sbatch jobs/slurm_precompute.sh ...}"
 
 bin=${VENV:-${VIRTUAL_ENV:-.venv}}/bin

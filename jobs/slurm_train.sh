@@ -15,8 +15,11 @@
 # with 75 ("try again"), on which this job goes back into the queue; the next turn continues bit for bit. A job that is killed
 # without a word, or loses a node, is requeued by SLURM itself and continues from the last state saved (checkpoint.every).
 set -euo pipefail
+top=$(dirname "${BASH_SOURCE[0]}")/..
+# SLURM runs a copy that lies elsewhere.
+[ -f "$top/tools/help.sh" ] || top=${SLURM_SUBMIT_DIR:?this is a SLURM job: sbatch jobs/slurm_train.sh ...}
 # shellcheck source=/dev/null
-. "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}/tools/help.sh"
+. "$top/tools/help.sh"
 cd "${SLURM_SUBMIT_DIR:?this is a SLURM job: sbatch jobs/slurm_train.sh ...}"
 
 bin=${VENV:-${VIRTUAL_ENV:-.venv}}/bin

@@ -6,9 +6,12 @@
 # train on the first ones, the engine has the others. Settings of one stage only are given in PRECOMPUTE and TRAIN, the rest goes to both.
 # Killed at any moment, on either side, the same call goes on; a precompute that ends before the training is started again.
 set -euo pipefail
+top=$(dirname "${BASH_SOURCE[0]}")/..
+# SLURM runs a copy that lies elsewhere.
+[ -f "$top/tools/help.sh" ] || top=${SLURM_SUBMIT_DIR:?expected tools/help.sh beside jobs/, found none: call jobs/stream.sh where it lies}
 # shellcheck source=/dev/null
-. "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}/tools/help.sh"
-cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}"
+. "$top/tools/help.sh"
+cd "$top"
 
 bin=${VENV:-${VIRTUAL_ENV:-.venv}}/bin
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)

