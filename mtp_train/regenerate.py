@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mtp_train.commandline import next_command
 from mtp_train.opening import open_run_target
-from mtp_train.runtime import barrier, is_main, log, progress, rank, world_size
+from mtp_train.runtime import agreed, barrier, is_main, log, progress, rank, world_size
 from mtp_train.stage import build, call, record, stage, start
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def main(cfg: DictConfig) -> None:
 
     target = open_run_target(cfg)
     engine = build(cfg.engine, target_path=target.path, trust_remote_code=target.trust_remote_code, load_head=None)
-    cfg.engine.dtype = engine.dtype  # what auto has come to here
+    cfg.engine.dtype = agreed(engine.dtype, key="engine.dtype")  # what auto has come to here
     sampling = call(Sampling, cfg.sampling, where="sampling")
     run = start(cfg, stage_name="regenerate", record_now=False)
     barrier()  # the first process has the folder for itself before any other opens a file there

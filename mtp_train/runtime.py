@@ -93,6 +93,24 @@ def barrier() -> None:
     dist.barrier()
 
 
+def agreed(value: str, *, key: str) -> str:
+    """The value that every process of the torchrun job has come to for a setting that each finds out for itself.
+
+    Errors: ValueError, on every process, where they differ.
+    """
+    if world_size() == 1:
+        return value
+    barrier()
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * world_size()
+    dist.all_gather_object(found, value)
+    if len(set(found)) > 1:
+        said = ", ".join(f"{each} on process {number}" for number, each in enumerate(found))
+        raise ValueError(f"{key}=auto: expected all processes to come to one value, found {said}; name one, {key}=...")
+    return value
+
+
 def log(message: str) -> None:
     """Print one line from rank 0 to stderr, so that stdout stays what a user pipes; progress bars go on below it."""
     if not is_main():

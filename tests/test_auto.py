@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,19 @@ def test_what_auto_came_to_is_stated_and_not_continued_under_the_other(
     found = stated(tmp_path / "run")
     assert f"'dtype': '{dtype}'" in found["regenerate"]
     assert (found["precompute"], found["train"]) == (dtype, precision)
+
+
+def test_processes_that_come_to_different_dtypes_write_no_answers(base: list[str], tmp_path: Path, shell: Shell) -> None:
+    """Two machines of one torchrun job, of which one has the instructions."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    words = [*base, *SETTINGS["regenerate"], f"prompt.source=[{tmp_path / 'prompts.jsonl'}]"]
+    jobs = [
+        shell.start("mtp_train.regenerate", words, capabilities={"avx512_bf16": rank == "0"}, RANK=rank, LOCAL_RANK=rank, **told)
+        for rank in ("0", "1")
+    ]
+    for done in [shell.wait(job) for job in jobs]:
+        said = "engine.dtype=auto: expected all processes to come to one value, found bfloat16 on process 0, float32 on process 1"
+        assert done.code == 2 and said in done.stderr, done.stderr[-3000:]
+    assert not (tmp_path / "run" / "responses").exists()

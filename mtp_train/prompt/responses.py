@@ -145,8 +145,8 @@ def _claim(directory: Path, identity: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{directory}: expected {META} beside the responses, found none; what made them is not known: use another folder"
             )
-        runtime.atomic_write_json(directory / META, {"format_version": FORMAT_VERSION, "identity": wanted})
-        return
+        # Of several processes the first one's stands, and the others are held against it.
+        runtime.create_json(directory / META, {"format_version": FORMAT_VERSION, "identity": wanted})
     found = read_meta(directory)
     differing = [key for key in {**found, **wanted} if found.get(key) != wanted.get(key)]
     if differing:

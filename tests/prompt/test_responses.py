@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from mtp_train import runtime
 from mtp_train.prompt.responses import ResponseWriter, read_meta, read_responses
 from mtp_train.records import Response
 
@@ -84,6 +85,21 @@ def test_other_settings_are_refused_with_both_values(tmp_path):
     (tmp_path / "meta.json").unlink()
     with pytest.raises(ValueError, match=r"expected meta\.json"):
         ResponseWriter(directory=tmp_path, identity=IDENTITY)
+
+
+def test_of_two_that_begin_a_folder_at_once_one_is_refused(tmp_path, monkeypatch):
+    """Both have seen that nobody was there: the first one's identity stands."""
+    plain = runtime.create_json
+
+    def second(path, value):
+        monkeypatch.setattr(runtime, "create_json", plain)
+        ResponseWriter(directory=tmp_path, identity={**IDENTITY, "dtype": "float32"}).close()
+        plain(path, value)
+
+    monkeypatch.setattr(runtime, "create_json", second)
+    with pytest.raises(ValueError, match="dtype: this run has 'bfloat16', the folder 'float32'"):
+        ResponseWriter(directory=tmp_path, identity={**IDENTITY, "dtype": "bfloat16"})
+    assert read_meta(tmp_path)["dtype"] == "float32"
 
 
 def test_the_finished_mark_goes_when_more_comes(tmp_path):
