@@ -133,7 +133,11 @@ class _Mark:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:  # no locks there: it would look like that of a dead process
                 self.path.unlink(missing_ok=True)
-        os.pwrite(self._descriptor, f"{self.num_bytes} {'begun' if has_begun else 'waits'}".encode(), 0)
+        try:
+            os.pwrite(self._descriptor, f"{self.num_bytes} {'begun' if has_begun else 'waits'}".encode(), 0)
+        except OSError:  # a full disk: who only waits needs no room yet
+            if has_begun:
+                raise
 
     def close(self) -> None:
         """Take the mark away; harmless where it was never set."""
@@ -163,8 +167,8 @@ def _living(mark: Path) -> tuple[int, bool] | None:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         return None
     except BlockingIOError:
-        num_bytes, state = os.read(descriptor, 100).decode("ascii").split()
-        return int(num_bytes), state == "begun"
+        stated = os.read(descriptor, 100).decode("ascii").split()
+        return (int(stated[0]), stated[1] == "begun") if len(stated) == 2 else (0, False)  # the disk had no room for the words
     except OSError:  # no locks there
         return None
     finally:

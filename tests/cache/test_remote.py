@@ -6,6 +6,7 @@ import errno
 import http.server
 import importlib.util
 import os
+import resource
 import signal
 import threading
 import time
@@ -381,6 +382,26 @@ def test_a_fetch_that_does_not_end_is_not_waited_for_for_ever(
     one.done()
     assert not marks(tmp_path / "fetched")
     assert same(two[at(local, 7)], local[at(local, 7)]) and held_bytes(tmp_path / "fetched") <= 2 * largest(local)
+
+
+def test_on_a_full_disk_who_waits_for_room_goes_on_waiting(tmp_path: Path) -> None:
+    """There is no room for the words of the mark either, which others then count as of nobody's bytes."""
+    path = tmp_path / ".cache.shard-00000.mark"
+    mark, limit = folder_module._Mark(path, 1000), resource.getrlimit(resource.RLIMIT_FSIZE)
+    told = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the system's words instead of the end of the process
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+    try:
+        mark.set(has_begun=False)
+        with pytest.raises(OSError, match="File too large"):
+            mark.set(has_begun=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, told)
+    assert mark.is_set and folder_module._living(path) == (0, False)
+    mark.set(has_begun=True)
+    assert folder_module._living(path) == (1000, True)
+    mark.close()
+    assert not path.exists()
 
 
 def test_a_folder_without_locks_serves_all_the_same(tmp_path: Path, local: CacheReader, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
