@@ -22,7 +22,7 @@ VERBS = ("regenerate", "precompute", "train", "evaluate", "export", "plan", "adv
 ORDER = (
     ("typed", "faults", "commandline", "orphan"),
     ("records", "runtime", "quantity"),
-    ("lock",),
+    ("lock", "results"),
     ("target", "cache", "acceptance", "nn", "checkpoint", "run"),
     ("prompt", "batch", "published"),
     ("head", "loss"),

@@ -33,7 +33,8 @@ from mtp_train.cache.recode import recode
 from mtp_train.engine.conformance import Gap
 from mtp_train.faults import telling
 from mtp_train.opening import add_target_option, open_named_target
-from mtp_train.runtime import atomic_write_json, atomic_write_text, provenance
+from mtp_train.results import add_results_option, command_of, keep, positive
+from mtp_train.runtime import provenance
 from mtp_train.trainer.random_cache import RandomTarget, RandomText, write_random_cache
 
 _ROWS = 256
@@ -104,9 +105,10 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     lines = ["| codec | bytes per token | allowed | written tokens/s | read tokens/s | rms error | moved argmax | KL, nats |"]
     lines.append("|---|---|---|---|---|---|---|---|")
     for row in rows:
+        bound = "" if row["codec"] in ("bf16", "float32") else f"{row['bound_bytes']:.0f}"
         read, written = row["tokens"] / statistics.median(row["read_s"]), row["tokens"] / row["write_s"]
         lines.append(
-            f"| {row['codec']} | {row['bytes_per_token']:.0f} | {row['bound_bytes']:.0f} | {written:,.0f} | {read:,.0f} "
+            f"| {row['codec']} | {row['bytes_per_token']:.0f} | {bound} | {written:,.0f} | {read:,.0f} "
             f"| {row['rms_error']:.5f} | {row['moved']:.2%} | {row['kl_nats']:.5f} |"
         )
     return lines
@@ -118,10 +120,10 @@ def main() -> None:
     add_target_option(parser)
     parser.add_argument("--out", type=Path, help="where the caches are kept, one folder per codec; none: not kept")
     parser.add_argument("--codecs", nargs="+", default=["bf16", "int8", "fp8"], choices=sorted(CODECS))
-    parser.add_argument("--samples", type=int, default=64, help="random samples, without --cache")
-    parser.add_argument("--rows", type=int, default=2048, help="answer positions whose logits are compared")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--samples", type=positive, default=64, help="random samples, without --cache")
+    parser.add_argument("--rows", type=positive, default=2048, help="answer positions whose logits are compared")
+    parser.add_argument("--repeats", type=positive, default=5)
+    add_results_option(parser)
     words = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -135,7 +137,7 @@ def main() -> None:
         held = f"{exact.manifest.num_tokens:,} tokens of {identity.target_name}, hidden {identity.hidden_size}, {identity.codec}"
         text = f"""# Cache codecs
 
-`python tools/bench_codecs.py{" --cache RUN/cache" if words.cache else ""}`
+`{command_of(parser, words)}`
 
 {held}; {share:.1%} of them answers with {identity.top_k} candidates each; {rows[0]["rows"]} answer positions compared.
 torch {about["packages"]["torch"]}, {about["machine"]}; per second of one thread's CPU time, medians of {words.repeats} readings.
@@ -145,9 +147,7 @@ torch {about["packages"]["torch"]}, {about["machine"]}; per second of one thread
 `allowed`: H + H/16 + 8 + share of answers x (4C + 4) bytes. bf16 states that are read as one sample per pack are not copied at all.
 """
     name = "bench_codecs" if words.cache else "bench_codecs_random"
-    atomic_write_json(words.results / f"{name}.json", {**about, "rows": rows})
-    atomic_write_text(words.results / f"{name}.md", text)
-    print(text)
+    keep(text, {**about, "rows": rows}, name=name, folder=words.results)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ from mtp_train.engine.hf_speculate import Speculation, _Piece
 from mtp_train.faults import telling
 from mtp_train.opening import add_target_option, head_loader, open_named_target
 from mtp_train.prompt.responses import read_responses
-from mtp_train.runtime import atomic_write_json, atomic_write_text, provenance
+from mtp_train.results import add_results_option, command_of, keep, positive
+from mtp_train.runtime import provenance
 from mtp_train.stage import build, load_word
 
 
@@ -87,7 +88,8 @@ def by_context(words: argparse.Namespace, engine: HfEngine, checkpoint: Path) ->
             max_prefill_tokens=engine.max_prefill_tokens,
             num_slots=1,
         )
-        request = SpeculateRequest(prompt_id="drawn", category="drawn", token_ids=tuple(range(1000, 1000 + num_tokens)))
+        token_ids = tuple(index % engine.target.num_rows for index in range(num_tokens))
+        request = SpeculateRequest(prompt_id="drawn", category="drawn", token_ids=token_ids)
         (found,) = run.run([request], lambda: None).prompts
         rows.append(
             {
@@ -157,9 +159,9 @@ def by_batch(words: argparse.Namespace, engine: HfEngine, checkpoint: Path) -> l
 
 
 def written(
-    words: argparse.Namespace, changed: list[str], contexts: list[dict[str, float]], batches: list[dict[str, Any]], about: dict[str, Any]
+    words: argparse.Namespace, command: str, contexts: list[dict[str, float]], batches: list[dict[str, Any]], about: dict[str, Any]
 ) -> str:
-    """The page; ``changed`` are the settings that are not as they stand."""
+    """The page."""
     a, b = line(contexts)
     lines = []
     for before, row in zip([None, *contexts[:-1]], contexts, strict=True):
@@ -178,7 +180,7 @@ def written(
     ]
     return f"""# Decoding: what grows with the context, and what a batch saves
 
-`python tools/bench_decode.py --run RUN{"".join(f" {word}" for word in changed)}`
+`{command}`
 
 Chain of {words.num_speculative_tokens}, greedy, {words.dtype}; torch {about["packages"]["torch"]}, {about["machine"]}; CPU time of one
 process, one thread.
@@ -204,13 +206,13 @@ def main() -> None:
     parser.add_argument("--name", default="mtp", help="the head's folder in RUN/checkpoint")
     add_target_option(parser)
     parser.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32 (default: auto, as conf/engine/hf.yaml says)")
-    parser.add_argument("--num-speculative-tokens", type=int, default=5)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
-    parser.add_argument("--context-new-tokens", type=int, default=24)
-    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--num-speculative-tokens", type=positive, default=5)
+    parser.add_argument("--contexts", type=positive, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
+    parser.add_argument("--context-new-tokens", type=positive, default=24)
+    parser.add_argument("--prompts", type=positive, default=64)
     parser.add_argument("--singly", type=int, default=8, help="of the prompts, decoded one at a time")
-    parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--new-tokens", type=positive, default=48)
+    add_results_option(parser)
     words = parser.parse_args()
     torch.set_num_threads(1)
     target = open_named_target(words.target)
@@ -222,15 +224,8 @@ def main() -> None:
     )
     words.dtype, checkpoint = engine.dtype, words.run / "checkpoint" / words.name
     contexts, batches, about = by_context(words, engine, checkpoint), by_batch(words, engine, checkpoint), provenance()
-    changed = [
-        f"--{name.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list) else value}"
-        for name, value in vars(words).items()
-        if name not in ("run", "results") and value != parser.get_default(name)
-    ]
-    text = written(words, changed, contexts, batches, about)
-    atomic_write_json(words.results / "bench_decode.json", {**about, "contexts": contexts, "batches": batches})
-    atomic_write_text(words.results / "bench_decode.md", text)
-    print(text)
+    text = written(words, command_of(parser, words), contexts, batches, about)
+    keep(text, {**about, "contexts": contexts, "batches": batches}, name="bench_decode", folder=words.results)
 
 
 if __name__ == "__main__":

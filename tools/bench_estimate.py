@@ -25,7 +25,8 @@ from mtp_train.engine.estimate_from_cache import estimate
 from mtp_train.faults import telling
 from mtp_train.opening import add_target_option, head_loader, open_named_target
 from mtp_train.records import Sample
-from mtp_train.runtime import atomic_write_json, atomic_write_text, provenance
+from mtp_train.results import add_results_option, keep, positive
+from mtp_train.runtime import provenance
 from mtp_train.stage import build, load_word
 from mtp_train.trainer.data import split
 
@@ -36,13 +37,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--name", default="mtp", help="the head's folder in RUN/checkpoint")
     add_target_option(parser)
     parser.add_argument("--fraction", type=float, default=0.05, help="validation.fraction of the training")
-    parser.add_argument("--samples", type=int, default=16, help="held-out answers of one turn each")
-    parser.add_argument("--num-speculative-tokens", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--samples", type=positive, default=16, help="held-out answers of one turn each")
+    parser.add_argument("--num-speculative-tokens", type=positive, default=5)
+    parser.add_argument("--batch-size", type=positive, default=16)
     parser.add_argument("--singly", type=int, default=4, help="of the answers, decoded one at a time too")
     parser.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32 (default: auto, as conf/engine/hf.yaml says)")
-    parser.add_argument("--repeats", type=int, default=3, help="of the estimate; decoding is done once")
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--repeats", type=positive, default=3, help="of the estimate; decoding is done once")
+    add_results_option(parser)
     return parser.parse_args()
 
 
@@ -137,9 +138,7 @@ torch {about["packages"]["torch"]}, {about["machine"]}; CPU time of one process,
 | decoding one prompt at a time (by {words.singly} of them) | {row["decode_singly_s"]:.2f} | | |
 | estimate against it | {row["decode_singly_s"] / row["estimate_s"]:.0f} times | | |
 """
-    atomic_write_json(words.results / "bench_estimate.json", {**about, **row})
-    atomic_write_text(words.results / "bench_estimate.md", text)
-    print(text)
+    keep(text, {**about, **row}, name="bench_estimate", folder=words.results)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ import platform
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from mtp_train.faults import telling
+from mtp_train.results import add_results_option, keep, positive
 
 # hidden, intermediate, query heads, key heads of published configs; "small" has Llama's proportions but for one head, the fastest on a CPU.
 SIZES = {"small": (64, 224, 1, 1), "llama3_8b": (4096, 14336, 32, 8), "llama3_70b": (8192, 28672, 64, 8)}
@@ -30,13 +30,13 @@ SIZES = {"small": (64, 224, 1, 1), "llama3_8b": (4096, 14336, 32, 8), "llama3_70
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--like", choices=sorted(SIZES), default="small")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[32768])
-    parser.add_argument("--vocabularies", type=int, nargs="+", default=[131072])
-    parser.add_argument("--counts-every", type=int, default=4, help="every so many tokens one counts")
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[32768])
+    parser.add_argument("--vocabularies", type=positive, nargs="+", default=[131072])
+    parser.add_argument("--counts-every", type=positive, default=4, help="every so many tokens one counts")
     parser.add_argument("--answer-tokens", type=int, help="only so many last tokens count, behind a prompt; default: from the first on")
-    parser.add_argument("--chunk-rows", type=int, default=512)
-    parser.add_argument("--draft-steps", type=int, default=1)
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--chunk-rows", type=positive, default=512)
+    parser.add_argument("--draft-steps", type=positive, default=1)
+    add_results_option(parser)
     parser.add_argument("--one", help=argparse.SUPPRESS)  # a line's settings, for the process that measures it
     return parser.parse_args()
 
@@ -113,7 +113,7 @@ def main() -> None:
         return
     import torch
 
-    from mtp_train.runtime import atomic_write_json, atomic_write_text, provenance
+    from mtp_train.runtime import provenance
 
     about, on_gpu = provenance(), torch.cuda.is_available()
     where = torch.cuda.get_device_name() if on_gpu else f"{platform.processor() or platform.machine()}"
@@ -137,9 +137,7 @@ Head `mtp`, `forward_kl`, bf16; {where}, torch {about["packages"]["torch"]}. `ac
 |---|---|---|---|---|---|---|---|---|---|
 {chr(10).join(row(line) for line in found)}
 """
-    atomic_write_json(arguments.results / "bench_long_context.json", {**about, "lines": found})
-    atomic_write_text(arguments.results / "bench_long_context.md", text)
-    print(text)
+    keep(text, {**about, "lines": found}, name="bench_long_context", folder=arguments.results)
     if beyond := [line for line in found if line["peak_bytes"] > line["bound_bytes"]]:
         print(f"{len(beyond)} of {len(found)} lines beyond their bound", file=sys.stderr)
         raise SystemExit(1)

@@ -28,7 +28,8 @@ from mtp_train.faults import telling
 from mtp_train.opening import OpenTarget, add_target_option, open_named_target
 from mtp_train.prompt.responses import read_responses
 from mtp_train.records import Response
-from mtp_train.runtime import atomic_write_json, atomic_write_text, provenance
+from mtp_train.results import add_results_option, keep
+from mtp_train.runtime import provenance
 from mtp_train.stage import build, load_word
 
 # Sequences a padded batch.
@@ -98,7 +99,7 @@ def main() -> None:
     parser.add_argument("--codec", default="bf16")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--per-repeat", type=int, default=16, help="responses")
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    add_results_option(parser)
     words = parser.parse_args()
     with telling("bench_precompute"):
         measure(words)
@@ -170,11 +171,8 @@ def report(words: argparse.Namespace, speeds: dict[str, list[float]], responses:
             "",
         ]
     )
-    atomic_write_json(
-        words.results / "bench_precompute.json", {**about, "rows": rows, "writing_share": share, "times_one_at_a_time": beside}
-    )
-    atomic_write_text(words.results / "bench_precompute.md", text)
-    print(text)
+    document = {**about, "rows": rows, "writing_share": share, "times_one_at_a_time": beside}
+    keep(text, document, name="bench_precompute", folder=words.results)
 
 
 if __name__ == "__main__":

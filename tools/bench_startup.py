@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 
 from mtp_train.faults import telling
-from mtp_train.runtime import atomic_write_json, atomic_write_text, provenance
+from mtp_train.results import add_results_option, keep, positive
+from mtp_train.runtime import provenance
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -48,8 +49,8 @@ def until_lines(command: list[str]) -> tuple[float, float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--repeats", type=positive, default=3)
+    add_results_option(parser)
     words = parser.parse_args()
     if missing := [name for name in ("responses", "cache", "checkpoint") if not (words.run / name).is_dir()]:
         raise ValueError(
@@ -82,9 +83,7 @@ def main() -> None:
 |---|---|---|---|---|
 {chr(10).join(lines)}
 """
-    atomic_write_json(words.results / "bench_startup.json", {**about, "rows": rows})
-    atomic_write_text(words.results / "bench_startup.md", text)
-    print(text)
+    keep(text, {**about, "rows": rows}, name="bench_startup", folder=words.results)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Training speed against EAGLE's recipe written plainly: the same samples a step, real tokens per second, loss beside each row.
 
-python tools/bench_train.py                 # one core, about five CPU-minutes; writes tools/results/bench_train.{json,md}
+python tools/bench_train.py                 # one core, about five CPU-minutes; --results FOLDER keeps the table
 python tools/bench_train.py --cores 2       # also two threads, and two processes of one thread each, by the clock: wants a quiet machine
 
 The data are random text of SmolLM2-135M's sizes (``trainer/random_cache.py``), the head is ``head=eagle`` (and ``head=eagle3``), both
@@ -45,7 +45,8 @@ from mtp_train.loss.hidden_l1 import HiddenL1
 from mtp_train.loss.sampled_kl import SampledKl
 from mtp_train.loss.topk_kl import TopkKl
 from mtp_train.records import Sample
-from mtp_train.runtime import atomic_write_json, atomic_write_text, provenance
+from mtp_train.results import add_results_option, command_of, keep, positive
+from mtp_train.runtime import provenance
 from mtp_train.target.draft_vocabulary import count_answer_tokens, most_frequent
 from mtp_train.target.weights import SharedWeights
 from mtp_train.trainer.kernel_rates import KernelRates, Way
@@ -411,19 +412,21 @@ def recipes(unrolls: Sequence[int]) -> list[Recipe]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5, help="steps of each recipe at unroll 1; deeper ones take fewer")
-    parser.add_argument("--unrolls", type=int, nargs="+", default=[1, 3, 7])
+    parser.add_argument("--repeats", type=positive, default=5, help="steps of each recipe at unroll 1; deeper ones take fewer")
+    parser.add_argument("--unrolls", type=positive, nargs="+", default=[1, 3, 7])
     parser.add_argument("--only", help="recipes whose name holds this")
     parser.add_argument("--cores", type=int, default=1, choices=(1, 2))
-    parser.add_argument("--chunk-rows", type=int, default=512)
+    parser.add_argument("--chunk-rows", type=positive, default=512)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--small", action="store_true", help="tiny sizes, to see that it runs")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    add_results_option(parser)
     words = parser.parse_args()
+    chosen = [recipe for recipe in recipes(words.unrolls) if words.only is None or words.only in recipe.name]
+    if not chosen:
+        parser.error(f"--only: expected part of a recipe's name ({', '.join(r.name for r in recipes(words.unrolls))}), found {words.only}")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         data = make_data(words, Path(folder))
-        chosen = [recipe for recipe in recipes(words.unrolls) if words.only is None or words.only in recipe.name]
         if words.cores == 2 and words.repeats < 2:
             parser.error("--repeats: expected at least 2 with --cores 2, whose processes share two steps' samples, found 1")
         rates = KernelRates(
@@ -447,9 +450,7 @@ def main() -> None:
         padded = sum(4 * max(sample.num_tokens for sample in batch) for batch in data.batches)
         about = {
             **provenance(),
-            "command": f"python tools/bench_train.py --repeats {words.repeats} --unrolls {' '.join(map(str, words.unrolls))}"
-            + (" --cores 2" if words.cores == 2 else "")
-            + (" --small" if words.small else ""),
+            "command": command_of(parser, words),
             "cpu": _cpu_name(),
             "load": os.getloadavg()[0],
             "data": f"{len(samples)} random samples of {min(samples)} to {max(samples)} tokens (median {statistics.median(samples):.0f}), "
@@ -459,9 +460,7 @@ def main() -> None:
         rows, medians = rows_of(data, workers, rates), rates.per_cpu_s()
         rates.close()
     text = report(rows, medians, about)
-    atomic_write_json(words.out / "bench_train.json", {**about, "rates": medians, "rows": rows})
-    atomic_write_text(words.out / "bench_train.md", text)
-    print(text)
+    keep(text, {**about, "rates": medians, "rows": rows}, name="bench_train", folder=words.results)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from mtp_train.engine.hf_model import DTYPES, choose_dtype
 from mtp_train.faults import telling
 from mtp_train.opening import add_target_option, as_settings, head_loader, open_named_target, target_apart
 from mtp_train.records import PromptAcceptance
+from mtp_train.results import positive
 from mtp_train.run import check_name
 from mtp_train.runtime import atomic_write_json, atomic_write_text, provenance
 from mtp_train.target.weights import read_shared
@@ -46,7 +47,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--fraction", type=float, default=0.2, help="share of the prompts that each seed holds out")
     parser.add_argument("--common", default="", help="settings of train for all variants")
-    parser.add_argument("--num-speculative-tokens", type=int, default=5)
+    parser.add_argument("--num-speculative-tokens", type=positive, default=5)
     parser.add_argument("--out", type=Path, help="report.{json,md} go there; none: RUN/compare")
     return parser.parse_args(target_apart(sys.argv[1:]))
 
@@ -81,7 +82,9 @@ def check_precisions(trained: Mapping[str, Sequence[Path]], variants: Mapping[st
     found = {
         folder: str(read_head_config(folder)["made_by"]["settings"]["precision"]) for folders in trained.values() for folder in folders
     }
-    naming = {name for name, settings in variants.items() if any(word.startswith("precision=") for word in shlex.split(settings))}
+    naming = {
+        name for name, settings in variants.items() if any(word.lstrip("+").startswith("precision=") for word in shlex.split(settings))
+    }
     of = {found[folder]: folder.name for name, folders in trained.items() for folder in folders if name not in naming}
     if len(of) > 1:
         said = ", ".join(f"{precision} ({name})" for precision, name in sorted(of.items()))
@@ -173,7 +176,10 @@ _OURS = ("run", "target", "name", "out", "seed", "head.seed", "validation.fracti
 
 
 def check(words: argparse.Namespace, variants: Mapping[str, str]) -> None:
-    """ValueError for settings of train that would part what is trained from what is measured, and for a seed that counts twice."""
+    """ValueError for settings of train that would part what is trained from what is measured, for a seed that counts twice, and for
+    what could not be measured after all trainings."""
+    if not 0 < words.fraction < 1:
+        raise ValueError(f"fraction: expected a share of the prompts between 0 and 1 to hold out, found {words.fraction}")
     for said in (words.common, *variants.values()):
         for word in shlex.split(said):
             if word.partition("=")[0].lstrip("+~") in _OURS:

@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
         (["first:", "second: head.seed=5"], "found head.seed=5"),
         (["first:", "second: num_steps=3", "--common", "+validation.fraction=0.1"], "found +validation.fraction=0.1"),
         (["first:", "--seeds", "1", "0", "1"], "seeds: expected each once, since prompts would count twice, found [1, 0, 1]"),
+        (["first:", "--fraction", "0"], "fraction: expected a share of the prompts between 0 and 1 to hold out, found 0.0"),
+        (["first:", "--num-speculative-tokens", "0"], "--num-speculative-tokens: expected a whole number of at least 1, found '0'"),
     ],
 )
 def test_settings_that_the_tool_sets_itself_are_refused(tmp_path: Path, words: list[str], said: str) -> None:
@@ -66,7 +68,7 @@ def test_trainings_in_different_precisions_are_refused(tool: Any, tmp_path: Path
         tool.check_precisions(heads(tmp_path / "2", a="bf16 bf16", b="fp32 fp32"), plain)
     with pytest.raises(ValueError, match=r"found bf16 \(b-1\), fp32 \(b-0\)"):
         tool.check_precisions(heads(tmp_path / "3", a="bf16 bf16", b="fp32 bf16"), plain)
-    asked = {"a": "", "b": "precision=fp32"}
+    asked = {"a": "", "b": "++precision=fp32"}
     assert tool.check_precisions(heads(tmp_path / "4", a="bf16 bf16", b="fp32 fp32"), asked) == {"a": "bf16", "b": "fp32"}
 
 
