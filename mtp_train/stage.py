@@ -62,6 +62,8 @@ def _start_hydra(name: str, main: Callable[[DictConfig], None], kinds: Mapping[s
         with telling(name):
             try:
                 check_like(_defaults(name), plain(cfg), kinds=kinds)
+                if "name" in cfg:
+                    check_name(cfg.name)
                 main(cfg)
             except OmegaConfBaseException as error:
                 raise ValueError(" ".join(str(error).split())) from error
@@ -236,8 +238,6 @@ def start(cfg: DictConfig, *, stage_name: str, record_now: bool = True, shared: 
     ``shared``: any number of processes may write there, and agree among themselves.
     Errors: ValueError where another process of the stage writes there.
     """
-    if "name" in cfg:
-        check_name(cfg.name)
     run = open_run(Path(cfg.out), lock=None if shared else stage_name, settings=plain(cfg))
     if record_now:
         record(run, stage_name=stage_name)

@@ -125,7 +125,7 @@ class Verdict(NamedTuple):
         start = f"{self.aim.head} on {self.aim.prompt_set}, {what}: aim {self.aim.at_least:.2f}; "
         if self.found is None:
             return start + "not measured: missed."
-        few = f" by {self.num_prompts} prompts, of {MIN_PROMPTS} at least, which establish nothing"
+        few = f", over {self.num_prompts} prompts, of {MIN_PROMPTS} at least, which establish nothing"
         outcome = ("reached" if self.reached else "missed") + ("" if self.num_prompts >= MIN_PROMPTS else few)
         return start + f"measured {interval_text(self.found)}: {outcome}."
 

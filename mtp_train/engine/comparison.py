@@ -33,6 +33,7 @@ from mtp_train.runtime import SEAL, atomic_write_json, check_seal, log, read_jso
 
 _HEAD_FILES = ("head.json", "head.*.json")
 _METRICS = "metrics.jsonl"
+_NO_HEAD = "no head"  # what stands for the architecture of a scheme without one
 _STAGES = ("regenerate", "precompute")
 
 
@@ -153,7 +154,7 @@ def _of_all_heads(out: Path, *, name: str | None = None) -> Iterator[tuple[Path,
 
 def _without_head(name: str, decoding: Decoding) -> TrainedHead:
     settings = {key: json.dumps(value) for key, value in decoding.stated().items()}
-    return TrainedHead(name=name, word="no head", facts={"trained": "nothing", **settings}, metrics=())
+    return TrainedHead(name=name, word=_NO_HEAD, facts={"trained": "nothing", **settings}, metrics=())
 
 
 def _facts(config: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], *, num_parameters: int) -> dict[str, Any]:
@@ -213,7 +214,8 @@ def collect(out: Path, *, target: Mapping[str, Any], run_folder: Path, aims: Seq
         provenance |= document["provenance"]
     certificate, not_certified = _certificate(out, heads, target)
     costs, not_timed = costs_of(_costs(out, target), heads=heads)
-    listed = [Aim(head=head.name, **aim) for aim in aims for head in heads if aim["prompt_set"] in names]
+    trained = [head for head in heads if head.word != _NO_HEAD]  # aims are for heads
+    listed = [Aim(head=head.name, **aim) for aim in aims for head in trained if aim["prompt_set"] in names]
     return ReportData(
         title=f"Acceptance of {' and '.join(head.name for head in heads)} on {target['name']}",
         target=dict(target),

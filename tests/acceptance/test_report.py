@@ -189,7 +189,7 @@ def test_aims_are_judged_by_what_was_measured(report_data: ReportData) -> None:
     assert reached.reached
     assert reached.established and reached.text.endswith("reached.")
     few = reached._replace(num_prompts=9)
-    assert few.reached and not few.established and few.text.endswith("reached by 9 prompts, of 10 at least, which establish nothing.")
+    assert few.reached and not few.established and few.text.endswith("reached, over 9 prompts, of 10 at least, which establish nothing.")
     assert not missed.reached
     assert "aim 0.30" in missed.text
     assert missed.text.endswith("missed.")
