@@ -1,8 +1,8 @@
 """Compare the heads of several runs on the same prompts, as one report: python tools/compare_runs.py runs/a runs/b --out runs/comparison
 
-Each RUN is a run's folder, or a report's folder in it. Runs on other targets, on other prompts of a set, or with another
-max_new_tokens are refused. The page begins with a table of all heads and schemes, the fastest first; differences are paired over the same
-prompts.
+Each RUN is a run's folder, or a report's folder in it. What was measured on other prompts of a set than all runs share, or with another
+max_new_tokens, is left out and named in the notes; runs on other targets, or that share nothing, are refused. The page begins with a table
+of all heads and schemes, the fastest first; differences are paired over the same prompts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reports of several runs come together where target and prompts are the same, and are refused with both values where not."""
+"""Reports of several runs come together over what all measured of one target; the rest is named, and refused where that is everything."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from mtp_train.acceptance.report import read_report, write_report
 from mtp_train.acceptance.report_data import Measurement, ReportData
 from mtp_train.acceptance.report_merge import merge_reports
 from mtp_train.acceptance.report_summary import summarise
+from mtp_train.records import Acceptance
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,16 +70,30 @@ def test_heads_of_one_name_get_their_run_s(data: ReportData) -> None:
     assert [table.head for table in merged.costs] == ["long: mtp", "short: mtp", "other: mtp"]
 
 
-def fewer_prompts(data: ReportData) -> ReportData:
-    first = data.measurements[0]
-    fewer = dataclasses.replace(first, acceptance=dataclasses.replace(first.acceptance, prompts=first.acceptance.prompts[1:]))
-    return dataclasses.replace(data, measurements=(fewer, *data.measurements[1:]))
+def everywhere(change: Callable[[Acceptance], Acceptance], data: ReportData) -> ReportData:
+    return dataclasses.replace(
+        data, measurements=tuple(dataclasses.replace(item, acceptance=change(item.acceptance)) for item in data.measurements)
+    )
 
 
-def longer_answers(data: ReportData) -> ReportData:
-    first = data.measurements[0]
-    longer = dataclasses.replace(first, acceptance=dataclasses.replace(first.acceptance, notes={"max_new_tokens": 96}))
-    return dataclasses.replace(data, measurements=(longer, *data.measurements[1:]))
+def fewer(acceptance: Acceptance) -> Acceptance:
+    return dataclasses.replace(acceptance, prompts=acceptance.prompts[1:])
+
+
+def longer(acceptance: Acceptance) -> Acceptance:
+    return dataclasses.replace(acceptance, notes={"max_new_tokens": 96})
+
+
+def of_other_texts(acceptance: Acceptance) -> Acceptance:
+    first = dataclasses.replace(acceptance.prompts[0], num_prompt_tokens=9)
+    return dataclasses.replace(acceptance, prompts=(first, *acceptance.prompts[1:]))
+
+
+def trial(data: ReportData, head: str = "mtp", **changes: Any) -> Measurement:
+    """A few prompts, tried with another scheme."""
+    item = next(item for item in data.measurements if item.head == head)
+    found = {"decoding": "dynamic_tree", "scheme": "tree", "num_nodes": 20, "prompts": item.acceptance.prompts[:4]}
+    return dataclasses.replace(item, acceptance=dataclasses.replace(item.acceptance, **(found | changes)))
 
 
 def with_identity(data: ReportData) -> ReportData:
@@ -95,18 +110,18 @@ def with_identity(data: ReportData) -> ReportData:
             r"one target, found SmolLM2.*\(fingerprint a{16}\) in one and tiny \(b{16}\) in two",
         ),
         (
-            fewer_prompts,
-            r"heldout: expected the same prompts in all runs, found 40 \(project, held out\) in one and 39 \(project, held out\) in "
-            "two, 1 of them in one only, such as prompt-0",
+            lambda data: everywhere(fewer, data),
+            r"the same prompts of a set in all runs, with answers of the same length at most, found heldout: 40 prompts, at most 48 new "
+            r"tokens each \(project, held out\) in one; 39 prompts, at most 48 new tokens each \(project, held out\) in two; 1 of them not "
+            "in all, such as prompt-0; gsm8k: .*; evaluate them with the same limit, max_new_tokens and prompts",
         ),
         (
-            lambda data: with_identity(fewer_prompts(data)),
-            r"heldout: expected the same prompts in all runs, found 40 .* in one and 39 .* in two, 1 of them in one only",
+            lambda data: everywhere(longer, data),
+            r"40 prompts, at most 48 new tokens each \(.*\) in one; 40 prompts, at most 96 .* in two; gsm8k",
         ),
         (
-            longer_answers,
-            r"heldout: expected answers of the same length at most in all runs, found max_new_tokens 48 \(mtp, one\) and 96 "
-            r"\(eagle, two\); evaluate both with the same max_new_tokens",
+            lambda data: everywhere(of_other_texts, data),
+            "heldout: expected the same texts in all runs, found prompt-0 of 10 tokens in one and of 9 in two; evaluate both with the same",
         ),
         (
             lambda data: dataclasses.replace(
@@ -122,6 +137,47 @@ def with_identity(data: ReportData) -> ReportData:
 def test_what_cannot_be_compared_is_refused(data: ReportData, change: Callable[[ReportData], ReportData], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         merge_reports({"one": only(data, "mtp"), "two": change(only(data, "eagle"))})
+
+
+def test_a_trial_on_few_prompts_is_left_out_and_named(data: ReportData) -> None:
+    """With its proof of identity, and with a head that measured nothing else."""
+    one, two = only(data, "mtp"), only(data, "eagle")
+    proof = with_identity(dataclasses.replace(one, measurements=(trial(data, prompts=trial(data).acceptance.prompts[:2]),))).measurements
+    tried = dataclasses.replace(one, measurements=(*proof, trial(data), *one.measurements))
+    lookup = dataclasses.replace(trial(data, decoding="prompt_lookup", scheme="chain", num_nodes=None), head="lookup")
+    tried = dataclasses.replace(
+        tried, heads=(*one.heads, dataclasses.replace(one.heads[0], name="lookup")), measurements=(lookup, *tried.measurements)
+    )
+    merged, plain = merge_reports({"one": tried, "two": two}), merge_reports({"one": one, "two": two})
+    assert merged.notes[0] == (
+        "Left out: one: lookup, chain (prompt_lookup), K = 5; mtp, tree (dynamic_tree), depth 5, 20 nodes: 4 prompts of heldout, at most "
+        "48 new tokens each, where all runs share 40 prompts, at most 48 new tokens each."
+    )
+    assert dataclasses.replace(merged, notes=merged.notes[1:]) == plain
+
+
+def test_what_all_runs_tried_stands_in_a_section_of_its_own(data: ReportData) -> None:
+    runs = {name: only(data, head) for name, head in (("one", "mtp"), ("two", "eagle"))}
+    tried = {name: dataclasses.replace(run, measurements=(*run.measurements, trial(data, run.heads[0].name))) for name, run in runs.items()}
+    merged = merge_reports(tried)
+    assert not any("Left out" in note for note in merged.notes)
+    sections = [section for section in summarise(merged).sections if section.prompt_set.name == "heldout" and section.way.temperature == 0]
+    assert [(section.way.decoding, section.num_prompts, len(section.measured)) for section in sections] == [
+        ("chain", 40, 2),
+        ("dynamic_tree", 4, 2),
+    ]
+
+
+@pytest.mark.parametrize(("change", "said"), [(fewer, "39 prompts, at most 48"), (longer, "40 prompts, at most 96")])
+def test_a_set_without_shared_prompts_is_left_out_alone(data: ReportData, change: Callable[[Acceptance], Acceptance], said: str) -> None:
+    other = only(data, "eagle")
+    changed = everywhere(change, other).measurements
+    kept = tuple(new if new.prompt_set == "heldout" else old for new, old in zip(changed, other.measurements, strict=True))
+    merged = merge_reports({"one": only(data, "mtp"), "two": with_identity(dataclasses.replace(other, measurements=kept))})
+    assert [prompt_set.name for prompt_set in merged.prompt_sets] == ["gsm8k"] and not merged.answers
+    (note,) = (note for note in merged.notes if note.startswith("Left out"))
+    assert "heldout, of which the runs share nothing: 40 prompts, at most 48" in note and said in note
+    assert len(summarise(merged).sections[0].comparisons) == 1
 
 
 def test_one_report_is_no_comparison(data: ReportData) -> None:
