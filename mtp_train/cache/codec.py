@@ -104,7 +104,8 @@ class _Scaled(Codec):
 
 
 class Fp8(_Scaled):
-    """float8 e4m3 with a scale per vector: each number to 3 bits of mantissa, 1/16 of itself at most."""
+    """float8 e4m3 with a scale per vector: each number to 3 bits of mantissa, 1/16 of itself at most, or, where it is small, 1/458,752 of
+    the vector's largest."""
 
     word = "fp8"
     storage = torch.float8_e4m3fn

@@ -21,8 +21,12 @@ def measure_costs(engine: Engine, *, target: TargetSpec, checkpoint: Path | None
             f"context_tokens: expected at most {target.max_positions - asked.num_tokens[-1]} before {asked.num_tokens[-1]} tokens that are "
             f"judged ({target.name} has {target.max_positions} positions), found {asked.context_tokens}, {longest} in all"
         )
-    found = engine.time_steps(draft, asked)
     sha256 = None if checkpoint is None else read_head_config(checkpoint)["weights_sha256"]
+    found = engine.time_steps(draft, asked)
+    if checkpoint is not None and (now := read_head_config(checkpoint)["weights_sha256"]) != sha256:
+        raise ValueError(
+            f"{checkpoint}: expected the weights that were timed (sha256 {sha256}), found {now}, trained meanwhile; call again"
+        )
     return CostTable(
         source="measured",
         engine=engine.word,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mtp_train.acceptance.costs import chain_shape, read_costs, write_costs
-from mtp_train.engine import hf_costs
+from mtp_train.engine import costs, hf_costs
 from mtp_train.engine.base import CostsAsked
 from mtp_train.engine.costs import measure_costs
 from mtp_train.engine.hf import HfEngine
@@ -82,6 +82,17 @@ def test_a_table_is_kept_with_what_it_depends_on(counted: HfEngine, easy_target:
     assert table.verify_s(3, 3) == 9
     with pytest.raises(ValueError, match="expected the times of a head"):
         table.costs(1, chain_shape(2))
+
+
+def test_times_of_weights_that_were_changed_meanwhile_are_nobody_s(
+    counted: HfEngine, easy_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stated = iter(["a" * 64, "a" * 64, "a" * 64, "b" * 64])
+    monkeypatch.setattr(costs, "read_head_config", lambda folder: {"weights_sha256": next(stated)})
+    given: dict[str, Any] = {"target": read_spec(easy_target, name="easy"), "checkpoint": Path("mtp"), "draft": Path("mtp"), "asked": ASKED}
+    assert measure_costs(counted, **given).notes["head_sha256"] == "a" * 64
+    with pytest.raises(ValueError, match=r"expected the weights that were timed .*trained meanwhile; call again"):
+        measure_costs(counted, **given)
 
 
 def test_context_longer_than_a_forward(counted: HfEngine) -> None:
