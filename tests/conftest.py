@@ -164,6 +164,16 @@ def write_with_block(path: Path, target: Path, *, layout: str, num_blocks: int =
     return path
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long come first, those that start vLLM before all, so that workers side by side end together and not with one of
+    them at the longest file (xdist keeps this order under ``--no-loadscope-reorder``)."""
+    long = {item.path: 0 for item in items if item.get_closest_marker("engine")}
+    for item in items:
+        if item.get_closest_marker("slow"):
+            long.setdefault(item.path, 1)
+    items.sort(key=lambda item: long.get(item.path, 2))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests marked ``engine`` or ``gpu`` skip themselves, with the reason, where what they need is not there."""
     if item.get_closest_marker("engine") and importlib.util.find_spec("vllm") is None:

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mtp_train.planning.plan import DEFAULT_RULE
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.shell import ROOT, Done, Shell
 
 pytestmark = pytest.mark.timeout(900)  # on a machine that may be busy
 
 
-def plan(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mtp_train.plan", *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+Plan = Callable[..., Done]
+
+
+@pytest.fixture
+def plan(shell: Shell) -> Plan:
+    """The verb as a process of its own."""
+    return lambda *words: shell.wait(shell.start("mtp_train.plan", words))
 
 
 @pytest.mark.slow
-def test_seventy_billion_on_one_node(tmp_path: Path) -> None:
+def test_seventy_billion_on_one_node(tmp_path: Path, plan: Plan) -> None:
     out = tmp_path / "plan.json"
     words = ["target=llama3_70b", "head=mtp", "prompt.num_tokens=500M", "parallel=zero1", "hardware=8xh100"]
     done = plan(*words, "hardware.usd_per_hour=50", f"out={out}")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.stderr
     found = json.loads(out.read_text(encoding="utf-8"))
     assert found["target"]["num_parameters"] == 70_553_706_496 and found["head"]["num_parameters"] == 989_896_704
     assert found["work"]["num_tokens"] == 500_000_000
@@ -59,18 +59,17 @@ def test_seventy_billion_on_one_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_training_that_is_reckoned_with_is_one_that_train_takes() -> None:
+def test_the_training_that_is_reckoned_with_is_one_that_train_takes(plan: Plan, shell: Shell) -> None:
     """What was typed of its own settings, and what differs from train's defaults, as a command that composes there."""
     import yaml
 
     words = ["prompt.num_tokens=1M", "parallel=ddp", "hardware=2cpu", "tokens_per_pack=8k", "packs_per_step=4", "losses.topk_kl=0.5"]
     done = plan(*words, "checkpoint_activations=true", "evaluate.batch_size=8", "optimizer.rule=muon")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("Its training: ")]
     told = line.removesuffix(" run=...").partition("mtp_train.train ")[2].split()
     assert not {"evaluate.batch_size=8", "tokens_per_pack=8k"} & set(told)
-    command = [sys.executable, "-m", "mtp_train.train", "--cfg", "job", *told]
-    shown = subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    shown = shell.wait(shell.start("mtp_train.train", ["--cfg", "job", *told]))
     found = yaml.safe_load(shown.stdout)
     assert (found["tokens_per_pack"], found["packs_per_step"], found["checkpoint_activations"]) == (8000, 4, True)
     assert found["losses"] == {"hidden_l1": 1.0, "topk_kl": 0.5} and found["optimizer"]["rule"] == "muon"
@@ -86,10 +85,12 @@ def test_the_training_that_is_reckoned_with_is_one_that_train_takes() -> None:
         (["precision=fp32"], "fp32", "training in float32 takes longer, and its memory alone is reckoned", "precision=fp32 "),
     ],
 )
-def test_the_plan_says_what_precision_comes_to(tmp_path: Path, words: list[str], precision: str, told: str, command: str) -> None:
+def test_the_plan_says_what_precision_comes_to(
+    tmp_path: Path, words: list[str], precision: str, told: str, command: str, plan: Plan
+) -> None:
     """``auto`` stays auto in the command, where the device that trains tells; a word that was given goes with it."""
     done = plan("prompt.num_tokens=1M", "hardware=2cpu", f"out={tmp_path}/plan.json", *words)
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.stderr
     found = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
     assert found["precision"] == precision and told in done.stdout
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("Its training: ")]
@@ -97,12 +98,12 @@ def test_the_plan_says_what_precision_comes_to(tmp_path: Path, words: list[str],
 
 
 @pytest.mark.slow
-def test_an_optimizer_that_the_mode_cannot_take_is_told_apart_from_a_lack_of_memory(tmp_path: Path) -> None:
+def test_an_optimizer_that_the_mode_cannot_take_is_told_apart_from_a_lack_of_memory(tmp_path: Path, plan: Plan) -> None:
     """ZeRO is reckoned with the one that it takes, which is said; the exit status is not that of what does not fit."""
     out = tmp_path / "plan.json"
     words = ["target=smollm2_135m", "prompt.num_tokens=1M", "parallel=zero1", "optimizer.rule=muon", f"out={out}"]
     done = plan(*words)
-    assert done.returncode == 3 and "Traceback" not in done.stderr
+    assert done.code == 3 and "Traceback" not in done.stderr
     assert "these settings do not go together" in done.stderr and "set optimizer.rule=adamw" in done.stderr
     assert "Would fit with optimizer.rule=adamw: parallel=zero1, parallel=zero2, parallel=zero3" in done.stdout
     assert "needs adamw" in done.stdout and "Would not fit" not in done.stdout
@@ -112,15 +113,15 @@ def test_an_optimizer_that_the_mode_cannot_take_is_told_apart_from_a_lack_of_mem
     assert [stage["stage"] for stage in found["stages"]] == ["regenerate", "precompute", "train", "evaluate"]
     assert found["problems"] == [] and len(found["conflicts"]) == 1 and found["cheapest"]["optimizer.rule"] == "muon"
     done = plan(*words, "hardware.memory_bytes=30MB")
-    assert done.returncode == 2 and "per process, found" in done.stderr and "set optimizer.rule=adamw" in done.stderr
+    assert done.code == 2 and "per process, found" in done.stderr and "set optimizer.rule=adamw" in done.stderr
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_named_with_both_figures_after_the_tables(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_named_with_both_figures_after_the_tables(tmp_path: Path, plan: Plan) -> None:
     out = tmp_path / "plan.json"
     words = ["target=smollm2_135m", "prompt.num_tokens=1.5B", "parallel=single", "hardware=8xh100", f"out={out}"]
     done = plan(*words, "hardware.disk_bytes=1TB", "hardware.memory_bytes=30MB", "packs_per_step=1")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.code == 2 and "Traceback" not in done.stderr
     assert "cache: expected at most 1.00 TB (the disk), found 1." in done.stderr and "codec=bf16" in done.stderr
     assert "parallel=single: expected at most 28.2 MB per process, found" in done.stderr
     assert "engine: expected room for smollm2_135m on 8 devices of 30.0 MB" in done.stderr
@@ -142,6 +143,6 @@ def test_what_does_not_fit_is_named_with_both_figures_after_the_tables(tmp_path:
         (["prompt.num_tokens=1M", "hardware.flops_dtype=bf16"], "hardware.flops_dtype: expected bfloat16 or float32, found 'bf16'"),
     ],
 )
-def test_what_is_missing_or_no_number_is_refused(words: list[str], message: str) -> None:
+def test_what_is_missing_or_no_number_is_refused(words: list[str], message: str, plan: Plan) -> None:
     done = plan(*words)
-    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+    assert done.code == 2 and message in done.stderr and "Traceback" not in done.stderr

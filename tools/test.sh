@@ -19,4 +19,4 @@ command -v nvidia-smi >/dev/null || export DS_ACCELERATOR=cpu
 "$bin/ruff" format --check .
 "$bin/ruff" check .
 "$bin/mypy"
-"$bin/python" -m pytest -n "${WORKERS:-2}" --dist loadfile --durations 15 "$@"
+"$bin/python" -m pytest -n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder --durations 15 "$@"

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,25 +12,28 @@ import pytest
 
 from mtp_train.acceptance.costs import write_costs
 from mtp_train.acceptance.report import write_report
+from tests.shell import Done, Shell
 
-ROOT = Path(__file__).resolve().parents[2]
 Make = Callable[..., Any]
 
 pytestmark = pytest.mark.timeout(900)  # on a machine that may be busy
 
-
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mtp_train.advise", *words]
-    return subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+Advise = Callable[..., Done]
 
 
-def test_an_answer_from_two_runs(acceptance: Make, report: Make, table: Make, tmp_path: Path) -> None:
+@pytest.fixture
+def run(shell: Shell) -> Advise:
+    """The verb as a process of its own."""
+    return lambda *words: shell.wait(shell.start("mtp_train.advise", words))
+
+
+def test_an_answer_from_two_runs(acceptance: Make, report: Make, table: Make, tmp_path: Path, run: Advise) -> None:
     for name, rate in (("good", 0.8), ("poor", 0.2)):
         write_report(report(acceptance(rate)), tmp_path / name / "report")
         write_costs(table(), tmp_path / name / "report")
     out, runs = tmp_path / "advice", f"runs=[{tmp_path}/poor,{tmp_path}/good/report]"
     done = run(runs, "costs=hf", f"out={out}", "workload.categories=[coding]")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.stderr
     found = json.loads((out / "advice.json").read_text(encoding="utf-8"))
     assert found["recommended"]["run"] == f"{tmp_path}/good/report" and found["recommended"]["num_speculative_tokens"] == 4
     assert found["answer"] in " ".join(done.stdout.split())
@@ -41,11 +41,11 @@ def test_an_answer_from_two_runs(acceptance: Make, report: Make, table: Make, tm
     assert (out / "advice.md").read_text(encoding="utf-8").startswith("# How to decode: tiny")
 
     crowd = run(runs, "costs=hf", "workload.concurrency=16", "workload.categories=[writing]")
-    assert crowd.returncode == 0 and "Plain decoding: no drafts." in crowd.stdout and "vllm serve tiny" in crowd.stdout
+    assert crowd.code == 0 and "Plain decoding: no drafts." in crowd.stdout and "vllm serve tiny" in crowd.stdout
 
 
 @pytest.mark.slow
-def test_what_is_missing_or_does_not_fit_is_said(acceptance: Make, report: Make, table: Make, tmp_path: Path) -> None:
+def test_what_is_missing_or_does_not_fit_is_said(acceptance: Make, report: Make, table: Make, tmp_path: Path, run: Advise) -> None:
     data = report(acceptance(0.8))
     write_report(data, tmp_path / "one" / "report")
     one = f"runs=[{tmp_path}/one]"
@@ -61,14 +61,14 @@ def test_what_is_missing_or_does_not_fit_is_said(acceptance: Make, report: Make,
     }
     for words, said in cases.items():
         done = run(*words)
-        assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, (words, done.stderr)
+        assert done.code == 2 and said in done.stderr and "Traceback" not in done.stderr, (words, done.stderr)
     none = run(one, "costs=hf").stderr.strip()
     command = f"run python tools/measure_costs.py --run {tmp_path}/one --name mtp --engine hf"
     assert none.endswith(f"{command}, or take modelled ones (costs=modelled)"), "not the very engine that was asked for"
     write_costs(table(device="NVIDIA H200"), tmp_path / "one" / "report")
     assert "or take those of hf, which are there (costs=hf), or modelled ones" in run(one).stderr
     done = run(one, "costs=hf")
-    assert done.returncode == 2 and "expected times taken on a cpu (hardware=2cpu), found NVIDIA H200" in done.stderr
+    assert done.code == 2 and "expected times taken on a cpu (hardware=2cpu), found NVIDIA H200" in done.stderr
 
 
 def test_costs_of_other_weights_are_refused(acceptance: Make, report: Make, table: Make, tmp_path: Path) -> None:
