@@ -90,7 +90,7 @@ def by_context(words: argparse.Namespace, engine: HfEngine, checkpoint: Path) ->
         )
         token_ids = tuple(index % engine.target.num_rows for index in range(num_tokens))
         request = SpeculateRequest(prompt_id="drawn", category="drawn", token_ids=token_ids)
-        (found,) = run.run([request], lambda: None).prompts
+        (found,) = run.run([request], lambda *counts: None).prompts
         rows.append(
             {
                 "context": num_tokens,
